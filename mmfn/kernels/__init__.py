@@ -1,0 +1,1 @@
+"""Fused kernels, one module a device, each tested against its definition in `mmfn.ops`."""

@@ -1,0 +1,195 @@
+"""Trees: frozen classes whose fields are leaves or trees, and functions over them.
+
+A tree is a class made by `pytree`, a tuple, a list or a dict of trees, or a leaf. `None` in a field
+of a class is an absent subtree: no function here visits it, and `partition` leaves it where the
+other half has a leaf. The classes are registered with torch's own pytree, so `torch.func` and
+`torch.compile` take them as they are.
+
+Source: Kidger and Garcia 2021, arXiv:2111.00254 (equinox), for the idea.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, dataclass_transform
+
+import attrs
+from torch.utils import _pytree as pytrees
+
+Class = TypeVar("Class", bound=type)
+Tree = TypeVar("Tree")
+
+_UNSET: Any = object()
+
+
+@dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(attrs.field,))
+def pytree(cls: Class) -> Class:
+    """Make a frozen class whose fields are the children of a tree node.
+
+    Fields may have defaults. Instances can be built, mapped and evolved inside a compiled function,
+    which the `__init__` that attrs writes cannot (torch 2.13: it reads a slot descriptor).
+    """
+    made = attrs.frozen(slots=False, eq=False, init=False)(cls)
+    names = tuple(field.name for field in attrs.fields(made))
+    defaults = {f.name: f.default for f in attrs.fields(made) if f.default is not attrs.NOTHING}
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        if len(args) > len(names):
+            raise TypeError(f"{made.__name__} takes {len(names)} fields, got {len(args)}")
+        values = dict(zip(names, args, strict=False))
+        for name, value in kwargs.items():
+            if name not in names or name in values:
+                raise TypeError(f"{made.__name__} has no free field {name!r}; it has {names}")
+            values[name] = value
+        for name in names:
+            value = values.get(name, defaults.get(name, _UNSET))
+            if value is _UNSET:
+                raise TypeError(f"{made.__name__} lacks field {name!r}")
+            object.__setattr__(self, name, value)
+
+    def flatten(node: Any) -> tuple[list[Any], tuple[str, ...]]:
+        present = tuple(name for name in names if getattr(node, name) is not None)
+        return [getattr(node, name) for name in present], present
+
+    def flatten_with_keys(node: Any) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
+        children, present = flatten(node)
+        return list(zip(map(pytrees.GetAttrKey, present), children, strict=True)), present
+
+    def unflatten(children: Any, present: tuple[str, ...]) -> Any:
+        node = object.__new__(made)
+        for name in names:
+            object.__setattr__(node, name, None)
+        for name, child in zip(present, children, strict=True):
+            object.__setattr__(node, name, child)
+        return node
+
+    made.__init__ = __init__
+    pytrees.register_pytree_node(
+        made,
+        flatten,
+        unflatten,
+        serialized_type_name=f"{made.__module__}.{made.__qualname__}",
+        flatten_with_keys_fn=flatten_with_keys,
+    )
+    return made
+
+
+def evolve(node: Tree, **changes: Any) -> Tree:
+    """Copy a node with some fields replaced."""
+    names = [field.name for field in attrs.fields(type(node))]
+    if unknown := sorted(changes.keys() - set(names)):
+        raise TypeError(f"{type(node).__name__} has no field {unknown[0]!r}; it has {names}")
+    copy = object.__new__(type(node))
+    for name in names:
+        object.__setattr__(copy, name, changes.get(name, getattr(node, name)))
+    return copy
+
+
+def leaves(tree: Any) -> list[Any]:
+    """List the leaves in order, without absent ones."""
+    return [leaf for leaf in pytrees.tree_leaves(tree) if leaf is not None]
+
+
+def path_of(keys: tuple[Any, ...]) -> str:
+    """Write a key path of torch's pytree as `text.layers.3.attention.q`."""
+    parts = []
+    for key in keys:
+        match key:
+            case pytrees.GetAttrKey(name):
+                parts.append(name)
+            case pytrees.SequenceKey(index):
+                parts.append(str(index))
+            case pytrees.MappingKey(name):
+                parts.append(str(name))
+            case _:
+                raise TypeError(f"no path for {key!r}")
+    return ".".join(parts)
+
+
+def items(tree: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (path, leaf) in order, without absent leaves."""
+    flat, _ = pytrees.tree_flatten_with_path(tree)
+    return ((path_of(keys), leaf) for keys, leaf in flat if leaf is not None)
+
+
+def paths(tree: Any) -> list[str]:
+    """List the paths of the leaves in order."""
+    return [path for path, _ in items(tree)]
+
+
+def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    """Apply `fn` to each leaf, and to the leaves of `rest` at the same places.
+
+    Raises:
+        ValueError: the trees differ in structure.
+    """
+    flat, structure = pytrees.tree_flatten(tree)
+    others = [_flatten_like(structure, other) for other in rest]
+    mapped = [None if row[0] is None else fn(*row) for row in zip(flat, *others, strict=True)]
+    return pytrees.tree_unflatten(mapped, structure)
+
+
+def map_with_path(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    """Apply `fn(path, leaf, ...)` to each leaf.
+
+    Raises:
+        ValueError: the trees differ in structure.
+    """
+    flat, structure = pytrees.tree_flatten_with_path(tree)
+    others = [_flatten_like(structure, other) for other in rest]
+    mapped = [
+        None if leaf is None else fn(path_of(keys), leaf, *row)
+        for (keys, leaf), *row in zip(flat, *others, strict=True)
+    ]
+    return pytrees.tree_unflatten(mapped, structure)
+
+
+def unflatten(tree: Any, values: list[Any]) -> Any:
+    """Put `values` at the leaves of a tree of this structure, in the order of `leaves`.
+
+    Raises:
+        ValueError: the counts differ; names both.
+    """
+    flat, structure = pytrees.tree_flatten(tree)
+    count = sum(leaf is not None for leaf in flat)
+    if count != len(values):
+        raise ValueError(f"a tree of {count} leaves cannot hold {len(values)} values")
+    rest = iter(values)
+    return pytrees.tree_unflatten(
+        [None if leaf is None else next(rest) for leaf in flat], structure
+    )
+
+
+def partition(keep: Callable[[str, Any], bool], tree: Any) -> tuple[Any, Any]:
+    """Split a tree in the leaves where `keep(path, leaf)` holds and the others.
+
+    Both halves have the classes of the tree, with `None` where the other has the leaf; `combine`
+    puts them together again.
+    """
+    kept = map_with_path(lambda path, leaf: leaf if keep(path, leaf) else None, tree)
+    others = map_with_path(lambda path, leaf: None if keep(path, leaf) else leaf, tree)
+    return kept, others
+
+
+def combine(first: Any, second: Any) -> Any:
+    """Put the halves of `partition` together.
+
+    Raises:
+        ValueError: a leaf is in both.
+    """
+    if first is None or second is None:
+        return second if first is None else first
+    if attrs.has(type(first)) and type(first) is type(second):
+        names = [field.name for field in attrs.fields(type(first))]
+        both = {name: combine(getattr(first, name), getattr(second, name)) for name in names}
+        return evolve(first, **both)
+    if isinstance(first, tuple | list) and isinstance(second, tuple | list):
+        return type(first)(combine(a, b) for a, b in zip(first, second, strict=True))
+    if isinstance(first, dict) and isinstance(second, dict):
+        return {key: combine(first.get(key), second.get(key)) for key in first | second}
+    raise ValueError(f"both trees have a leaf here: {type(first).__name__}")
+
+
+def _flatten_like(structure: Any, tree: Any) -> list[Any]:
+    flat, other = pytrees.tree_flatten(tree)
+    if other != structure:
+        raise ValueError(f"trees differ in structure: {structure} and {other}")
+    return flat

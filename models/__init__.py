@@ -1,0 +1,1 @@
+"""Pure functions and their parameter trees, one module a model."""

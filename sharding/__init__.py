@@ -1,0 +1,1 @@
+"""Where tensors live: meshes, tables of rules, layouts and collectives by axis name."""
