@@ -56,6 +56,8 @@ class Param:
     """Standard deviation of the initial values."""
     mean: float = 0.0
     """Mean of the initial values."""
+    copies: tuple[str, ...] = ()
+    """Keys under which some published files hold the same values again (a tied head)."""
 
     def __attrs_post_init__(self) -> None:
         if len(self.axes) != len(self.shape):
