@@ -1,0 +1,128 @@
+"""Configs in Hugging Face's form: read from a folder, written to one; never code from it."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import Qwen3VLConfig
+
+from mmfn.models import qwen3_vl, vision
+
+
+def read_config(folder: Path) -> qwen3_vl.Config:
+    """Read `config.json` of a published checkpoint. Only its values are used, never its code.
+
+    Raises:
+        ValueError: no such file, another model, or a setting that this model does not have.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"no config.json in {folder}; it is not a Hugging Face model folder")
+    try:
+        values = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    return from_hub(values, str(path))
+
+
+def from_hub(values: Mapping[str, Any], where: str = "config") -> qwen3_vl.Config:
+    """Translate the values of a `config.json`.
+
+    Raises:
+        ValueError: names the file, the key, what it holds and what this model needs.
+    """
+    _need(where, values, "model_type", "qwen3_vl")
+    plain = {key: value for key, value in values.items() if key != "auto_map"}
+    for section in ("text_config", "vision_config"):
+        if not plain.get(section):
+            raise ValueError(f"{where}: {section} is missing or empty")
+    config = Qwen3VLConfig.from_dict(plain)
+    text, tower = config.text_config, config.vision_config
+    _need(where, text, "hidden_act", "silu")
+    _need(where, text, "attention_bias", False)
+    _need(where, tower, "hidden_act", "gelu_pytorch_tanh")
+    rope = text.rope_parameters
+    _need(where, rope, "rope_type", "default")
+    _need(where, rope, "mrope_interleaved", True)
+    return qwen3_vl.Config(
+        vocab=text.vocab_size,
+        embed=text.hidden_size,
+        layers=text.num_hidden_layers,
+        heads=text.num_attention_heads,
+        kv_heads=text.num_key_value_heads,
+        head_dim=text.head_dim,
+        mlp=text.intermediate_size,
+        tied=bool(config.tie_word_embeddings),
+        eps=text.rms_norm_eps,
+        theta=float(rope["rope_theta"]),
+        sections=tuple(rope.get("mrope_section", (24, 20, 20))),
+        image_token=config.image_token_id,
+        video_token=config.video_token_id,
+        vision_start_token=config.vision_start_token_id,
+        vision_end_token=config.vision_end_token_id,
+        vision=vision.Config(
+            layers=tower.depth,
+            embed=tower.hidden_size,
+            heads=tower.num_heads,
+            mlp=tower.intermediate_size,
+            channels=tower.in_channels,
+            patch=tower.patch_size,
+            patch_time=tower.temporal_patch_size,
+            merge=tower.spatial_merge_size,
+            places=tower.num_position_embeddings,
+            out=tower.out_hidden_size,
+            deepstack=tuple(tower.deepstack_visual_indexes),
+        ),
+    )
+
+
+def to_hub(cfg: qwen3_vl.Config) -> dict[str, Any]:
+    """Write a config as the values of a `config.json` that `transformers` reads."""
+    tower = cfg.vision
+    config = Qwen3VLConfig(
+        text_config={
+            "vocab_size": cfg.vocab,
+            "hidden_size": cfg.embed,
+            "intermediate_size": cfg.mlp,
+            "num_hidden_layers": cfg.layers,
+            "num_attention_heads": cfg.heads,
+            "num_key_value_heads": cfg.kv_heads,
+            "head_dim": cfg.head_dim,
+            "rms_norm_eps": cfg.eps,
+            "tie_word_embeddings": cfg.tied,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": cfg.theta,
+                "mrope_section": list(cfg.sections),
+                "mrope_interleaved": True,
+            },
+        },
+        vision_config={
+            "depth": tower.layers,
+            "hidden_size": tower.embed,
+            "num_heads": tower.heads,
+            "intermediate_size": tower.mlp,
+            "in_channels": tower.channels,
+            "patch_size": tower.patch,
+            "temporal_patch_size": tower.patch_time,
+            "spatial_merge_size": tower.merge,
+            "num_position_embeddings": tower.places,
+            "out_hidden_size": tower.out,
+            "deepstack_visual_indexes": list(tower.deepstack),
+        },
+        tie_word_embeddings=cfg.tied,
+        image_token_id=cfg.image_token,
+        video_token_id=cfg.video_token,
+        vision_start_token_id=cfg.vision_start_token,
+        vision_end_token_id=cfg.vision_end_token,
+        architectures=["Qwen3VLForConditionalGeneration"],
+    )
+    values: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return values
+
+
+def _need(where: str, values: Any, key: str, needed: object) -> None:
+    found = values.get(key) if isinstance(values, Mapping) else getattr(values, key, None)
+    if found != needed:
+        raise ValueError(f"{where}: {key}={found!r}, but this model has {key}={needed!r}")

@@ -1,0 +1,300 @@
+"""Qwen3-VL, dense: a decoder that reads text and the features of a vision tower.
+
+Letters in shapes: kv_heads and groups are the heads of keys and the query heads that share one.
+Parts are separately callable: `vision.encode`, `embed`, `block`, `head`.
+
+Source: Bai et al. 2025, arXiv:2511.21631; Yang et al. 2025, arXiv:2505.09388 (Qwen3).
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import attrs
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from mmfn import ops as op
+from mmfn.batch import Batch
+from mmfn.compute import Compute, plain
+from mmfn.models import vision
+from mmfn.param import Param
+from mmfn.tree import pytree
+
+
+@attrs.frozen
+class Config:
+    """Sizes of the decoder, its tower, and the ids that mark media."""
+
+    vocab: int
+    embed: int
+    """Width of the decoder."""
+    layers: int
+    heads: int
+    kv_heads: int
+    mlp: int
+    """Inner width of the feed-forward layers."""
+    vision: vision.Config
+    head_dim: int = 128
+    tied: bool = False
+    """Whether the head is the embedding."""
+    eps: float = 1e-6
+    theta: float = 5e6
+    """Base of the rotary frequencies."""
+    sections: tuple[int, int, int] = (24, 20, 20)
+    """Pairs of a head that are turned by time, row and column."""
+    image_token: int = 151655
+    video_token: int = 151656
+    vision_start_token: int = 151652
+    vision_end_token: int = 151653
+
+    def __attrs_post_init__(self) -> None:
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
+        if 2 * sum(self.sections) != self.head_dim:
+            raise ValueError(
+                f"sections={self.sections} do not sum to half of head_dim={self.head_dim}"
+            )
+        if any(3 * s > self.head_dim // 2 for s in self.sections[1:]):
+            raise ValueError(f"sections={self.sections} cannot alternate in {self.head_dim // 2}")
+        if self.vision.out != self.embed:
+            raise ValueError(f"vision out={self.vision.out} is not embed={self.embed}")
+        if len(self.vision.deepstack) > self.layers:
+            raise ValueError(
+                f"deepstack={self.vision.deepstack} has more entries than layers={self.layers}"
+            )
+
+
+@pytree
+class Attention:
+    """Grouped-query attention with normalised queries and keys."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    q_norm: Tensor
+    k_norm: Tensor
+
+
+@pytree
+class Mlp:
+    """Gated feed-forward layer."""
+
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+
+
+@pytree
+class Block:
+    """One decoder block."""
+
+    attention_norm: Tensor
+    attention: Attention
+    mlp_norm: Tensor
+    mlp: Mlp
+
+
+@pytree
+class Head:
+    """What follows the blocks; a tied head has no weight of its own."""
+
+    norm: Tensor
+    weight: Tensor | None
+
+
+@pytree
+class Decoder:
+    """All weights of the decoder."""
+
+    embedding: Tensor
+    layers: tuple[Block, ...]
+    head: Head
+
+
+@pytree
+class Qwen3VL:
+    """All weights: a tree of tensors, of `Param`s or of placements."""
+
+    vision: vision.Tower
+    text: Decoder
+
+
+def abstract(cfg: Config) -> Qwen3VL:
+    """State every weight once: sizes, axes, initial spread, published key."""
+    d, k, g, c, m = cfg.embed, cfg.kv_heads, cfg.heads // cfg.kv_heads, cfg.head_dim, cfg.mlp
+    prefix, into, out = "model.language_model", d**-0.5, (k * g * c) ** -0.5
+    heads = "kv_heads groups head_dim"
+
+    def block(i: int) -> Block:
+        at, attn, mlp = (f"{prefix}.layers.{i}{part}" for part in ("", ".self_attn", ".mlp"))
+        return Block(
+            attention_norm=Param((d,), "embed", f"{at}.input_layernorm.weight", mean=1.0),
+            attention=Attention(
+                q=Param((k, g, c, d), f"({heads}) embed", f"{attn}.q_proj.weight", into),
+                k=Param((k, c, d), "(kv_heads head_dim) embed", f"{attn}.k_proj.weight", into),
+                v=Param((k, c, d), "(kv_heads head_dim) embed", f"{attn}.v_proj.weight", into),
+                o=Param((d, k, g, c), f"embed ({heads})", f"{attn}.o_proj.weight", out),
+                q_norm=Param((c,), "head_dim", f"{attn}.q_norm.weight", mean=1.0),
+                k_norm=Param((c,), "head_dim", f"{attn}.k_norm.weight", mean=1.0),
+            ),
+            mlp_norm=Param((d,), "embed", f"{at}.post_attention_layernorm.weight", mean=1.0),
+            mlp=Mlp(
+                gate=Param((m, d), "mlp embed", f"{mlp}.gate_proj.weight", into),
+                up=Param((m, d), "mlp embed", f"{mlp}.up_proj.weight", into),
+                down=Param((d, m), "embed mlp", f"{mlp}.down_proj.weight", m**-0.5),
+            ),
+        )
+
+    head = None if cfg.tied else Param((cfg.vocab, d), "vocab embed", "lm_head.weight", into)
+    return Qwen3VL(
+        vision=vision.abstract(cfg.vision),
+        text=Decoder(
+            embedding=Param(
+                (cfg.vocab, d),
+                "vocab embed",
+                f"{prefix}.embed_tokens.weight",
+                into,
+                copies=("lm_head.weight",) if cfg.tied else (),
+            ),
+            layers=tuple(block(i) for i in range(cfg.layers)),
+            head=Head(Param((d,), "embed", f"{prefix}.norm.weight", mean=1.0), head),
+        ),
+    )
+
+
+def angles(
+    positions: Int[Tensor, "3 tokens"], cfg: Config
+) -> tuple[Float[Tensor, "tokens head_dim"], Float[Tensor, "tokens head_dim"]]:
+    """Cosine and sine, float32, of the interleaved rotary positions: time, row, column in turn."""
+    half = cfg.head_dim // 2
+    pair = torch.arange(half, device=positions.device)
+    axis = torch.zeros_like(pair)
+    for index, section in enumerate(cfg.sections[1:], start=1):
+        axis = torch.where((pair % 3 == index) & (pair < 3 * section), index, axis)
+    rate = 1.0 / cfg.theta ** (2 * pair.float() / cfg.head_dim)
+    angle = positions.float()[axis].T * rate
+    return torch.cat((angle.cos(),) * 2, -1), torch.cat((angle.sin(),) * 2, -1)
+
+
+def select(
+    features: Float[Tensor, "features embed"], feature: Int[Tensor, " tokens"], other: Tensor
+) -> Float[Tensor, "tokens embed"]:
+    """Give each token its feature, or `other` where it has none."""
+    return torch.where((feature >= 0)[:, None], features[feature.clamp(min=0)], other)
+
+
+def embed(
+    embedding: Float[Tensor, "vocab embed"],
+    batch: Batch,
+    features: Float[Tensor, "features embed"],
+) -> Float[Tensor, "tokens embed"]:
+    """Give each token its embedding or its picture's feature, in the dtype of the features."""
+    rows = torch.nn.functional.embedding(batch.tokens, embedding)
+    return select(features, batch.feature, rows.to(features.dtype))
+
+
+def project(
+    params: Attention,
+    x: Float[Tensor, "tokens embed"],
+    cos: Float[Tensor, "tokens head_dim"],
+    sin: Float[Tensor, "tokens head_dim"],
+    cfg: Config,
+    ops: op.Ops,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Make queries `[tokens, kv_heads, groups, head_dim]`, and keys and values without groups."""
+    q = ops.rms_norm(op.linear(x, params.q), params.q_norm, cfg.eps)
+    k = ops.rms_norm(op.linear(x, params.k), params.k_norm, cfg.eps)
+    return ops.rotary(q, cos, sin), ops.rotary(k, cos, sin), op.linear(x, params.v)
+
+
+def feed_forward(
+    params: Mlp, x: Float[Tensor, "tokens embed"], ops: op.Ops
+) -> Float[Tensor, "tokens embed"]:
+    """Apply the gated feed-forward layer."""
+    return op.linear(ops.swiglu(op.linear(x, params.gate), op.linear(x, params.up)), params.down)
+
+
+def block(
+    params: Block,
+    x: Float[Tensor, "tokens embed"],
+    cos: Float[Tensor, "tokens head_dim"],
+    sin: Float[Tensor, "tokens head_dim"],
+    batch: Batch,
+    deep: Float[Tensor, "features embed"] | None,
+    *,
+    cfg: Config,
+    compute: Compute,
+    attend: Callable[..., Tensor] | None = None,
+) -> Float[Tensor, "tokens embed"]:
+    """Attend, then the feed-forward layer, then add the deep features, if this layer takes any.
+
+    `attend(q, k, v)` stands in for attention over the batch's segments, as decoding with a cache.
+    """
+    params = compute.ready(params)
+    ops = compute.ops
+    y = ops.rms_norm(x, params.attention_norm, cfg.eps)
+    q, k, v = project(params.attention, y, cos, sin, cfg, ops)
+    y = attend(q, k, v) if attend else ops.attention(q, k, v, batch.segments, causal=True)
+    x = x + op.linear(y, params.attention.o, contract=3)
+    x = x + feed_forward(params.mlp, ops.rms_norm(x, params.mlp_norm, cfg.eps), ops)
+    if deep is not None:
+        x = x + select(deep, batch.feature, torch.zeros((), dtype=x.dtype, device=x.device))
+    return x
+
+
+def hidden(
+    params: Qwen3VL, batch: Batch, cfg: Config, compute: Compute = plain
+) -> Float[Tensor, "tokens embed"]:
+    """Run the tower and all blocks: the state of each token before the last norm."""
+    features, deep = vision.encode(params.vision, batch.media, cfg.vision, compute)
+    x = embed(compute.gather(params.text.embedding), batch, features)
+    cos, sin = angles(batch.positions, cfg)
+    x, _ = compute.stack(
+        partial(block, cfg=cfg, compute=compute),
+        params.text.layers,
+        x,
+        cos,
+        sin,
+        batch,
+        each=(*deep, *(None,) * (cfg.layers - len(deep))),
+    )
+    return x
+
+
+def head(
+    params: Decoder, x: Float[Tensor, "tokens embed"], cfg: Config, compute: Compute
+) -> tuple[Float[Tensor, "tokens embed"], Float[Tensor, "vocab embed"]]:
+    """Give the normalised states and the weight of the head, whose product are the logits."""
+    norm = compute.ready(params.head.norm)
+    weight = params.embedding if params.head.weight is None else params.head.weight
+    return compute.ops.rms_norm(x, norm, cfg.eps), compute.ready(weight)
+
+
+def forward(
+    params: Qwen3VL, batch: Batch, cfg: Config, compute: Compute = plain
+) -> Float[Tensor, "tokens vocab"]:
+    """Predict the next token at each place: logits."""
+    return op.linear(*head(params.text, hidden(params, batch, cfg, compute), cfg, compute))
+
+
+def loss(
+    params: Qwen3VL, batch: Batch, cfg: Config, compute: Compute = plain
+) -> Float[Tensor, ""]:
+    """Sum the weighted cross entropy of the targets, divided by the batch's count."""
+    x = hidden(params, batch, cfg, compute)[batch.at]
+    x, weight = head(params.text, x, cfg, compute)
+    return compute.ops.cross_entropy(x, weight, batch.targets, batch.weights) / batch.count
+
+
+_SMALL_TOWER = vision.Config()
+_LARGE_TOWER = vision.Config(layers=27, embed=1152, mlp=4304, out=4096, deepstack=(8, 16, 24))
+
+PRESETS: Mapping[str, Config] = {
+    "2B": Config(151936, 2048, 28, 16, 8, 6144, _SMALL_TOWER, tied=True),
+    "4B": Config(151936, 2560, 36, 32, 8, 9728, attrs.evolve(_SMALL_TOWER, out=2560), tied=True),
+    "8B": Config(151936, 4096, 36, 32, 8, 12288, _LARGE_TOWER),
+    "32B": Config(151936, 5120, 64, 64, 8, 25600, attrs.evolve(_LARGE_TOWER, out=5120)),
+}
+"""Published sizes. Source: the config files of Qwen3-VL-2B, -4B, -8B and -32B-Instruct."""
