@@ -62,6 +62,7 @@ def pytree(cls: Class) -> Class:
         return node
 
     made.__init__ = __init__
+    made.__tree_fields__ = names
     pytrees.register_pytree_node(
         made,
         flatten,
@@ -74,7 +75,7 @@ def pytree(cls: Class) -> Class:
 
 def evolve(node: Tree, **changes: Any) -> Tree:
     """Copy a node with some fields replaced."""
-    names = [field.name for field in attrs.fields(type(node))]
+    names = _fields(node)
     if unknown := sorted(changes.keys() - set(names)):
         raise TypeError(f"{type(node).__name__} has no field {unknown[0]!r}; it has {names}")
     copy = object.__new__(type(node))
@@ -177,8 +178,7 @@ def combine(first: Any, second: Any) -> Any:
     """
     if first is None or second is None:
         return second if first is None else first
-    if attrs.has(type(first)) and type(first) is type(second):
-        names = [field.name for field in attrs.fields(type(first))]
+    if type(first) is type(second) and (names := _fields(first)):
         both = {name: combine(getattr(first, name), getattr(second, name)) for name in names}
         return evolve(first, **both)
     if isinstance(first, tuple | list) and isinstance(second, tuple | list):
@@ -186,6 +186,11 @@ def combine(first: Any, second: Any) -> Any:
     if isinstance(first, dict) and isinstance(second, dict):
         return {key: combine(first.get(key), second.get(key)) for key in first | second}
     raise ValueError(f"both trees have a leaf here: {type(first).__name__}")
+
+
+def _fields(node: Any) -> tuple[str, ...]:
+    """Names of the fields of a tree class, and nothing for any other value."""
+    return getattr(type(node), "__tree_fields__", ())
 
 
 def _flatten_like(structure: Any, tree: Any) -> list[Any]:

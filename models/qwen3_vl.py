@@ -221,7 +221,7 @@ def block(
     x: Float[Tensor, "tokens embed"],
     cos: Float[Tensor, "tokens head_dim"],
     sin: Float[Tensor, "tokens head_dim"],
-    batch: Batch,
+    batch: Batch | None,
     deep: Float[Tensor, "features embed"] | None,
     *,
     cfg: Config,
@@ -230,16 +230,22 @@ def block(
 ) -> Float[Tensor, "tokens embed"]:
     """Attend, then the feed-forward layer, then add the deep features, if this layer takes any.
 
-    `attend(q, k, v)` stands in for attention over the batch's segments, as decoding with a cache.
+    `attend(q, k, v)` stands in for attention over the batch's segments: decoding with a cache, or
+    with tokens cut over ranks.
     """
     params = compute.ready(params)
     ops = compute.ops
     y = ops.rms_norm(x, params.attention_norm, cfg.eps)
     q, k, v = project(params.attention, y, cos, sin, cfg, ops)
-    y = attend(q, k, v) if attend else ops.attention(q, k, v, batch.segments, causal=True)
+    if attend is None:
+        assert batch is not None
+        y = ops.attention(q, k, v, batch.segments, causal=True)
+    else:
+        y = attend(q, k, v)
     x = x + op.linear(y, params.attention.o, contract=3)
     x = x + feed_forward(params.mlp, ops.rms_norm(x, params.mlp_norm, cfg.eps), ops)
     if deep is not None:
+        assert batch is not None
         x = x + select(deep, batch.feature, torch.zeros((), dtype=x.dtype, device=x.device))
     return x
 

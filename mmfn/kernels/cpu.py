@@ -1,0 +1,180 @@
+"""Fused operations for the CPU, as custom ops that a compiled step holds as single nodes."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mmfn import ops as op
+from mmfn.batch import Segments
+
+_ROWS = 128
+"""Query tokens a block: the scores of a block stay in the cache. Measured: 64 to 256 are alike."""
+
+
+def _spans(ends: Tensor) -> list[tuple[int, int]]:
+    """Start and end of each segment that has tokens; reads the host only."""
+    spans, start = [], 0
+    for end in ends.tolist():
+        if end > start:
+            spans.append((start, end))
+            start = end
+    return spans
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """From `[tokens, kv_heads, ..., head_dim]` to `[kv_heads, tokens · ..., head_dim]`."""
+    return x.movedim(1, 0).flatten(1, -2)
+
+
+def _blocks(length: int, causal: bool) -> list[tuple[int, int, int]]:
+    """Cut a segment's queries: first and last of a block, and how many keys they can see."""
+    return [
+        (first, min(first + _ROWS, length), min(first + _ROWS, length) if causal else length)
+        for first in range(0, length, _ROWS)
+    ]
+
+
+def _weights(q: Tensor, k: Tensor, groups: int, first: int, causal: bool) -> Tensor:
+    """Soft-max weights `[kv_heads, queries · groups, keys]` of one block, in the dtype of q."""
+    scores = torch.bmm(q * q.shape[-1] ** -0.5, k.transpose(1, 2))
+    if causal:
+        rows, keys = q.shape[1] // groups, k.shape[1]
+        # Only the square on the diagonal, the last `rows` keys, has anything to hide.
+        hidden = torch.ones(rows, rows, dtype=torch.bool).triu(1).repeat_interleave(groups, 0)
+        scores[:, :, keys - rows :].masked_fill_(hidden, -torch.inf)
+    # The kernel of softmax sums in float32 whatever its input is.
+    return torch.softmax(scores, -1)
+
+
+@torch.library.custom_op("mmfn::cpu_attention", mutates_args=())
+def _attention(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, causal: bool) -> Tensor:
+    groups, out = q.shape[2], torch.empty_like(q)
+    for start, stop in _spans(ends):
+        keys, values = _heads_first(k[start:stop]), _heads_first(v[start:stop])
+        for first, last, seen in _blocks(stop - start, causal):
+            rows = slice(start + first, start + last)
+            weights = _weights(_heads_first(q[rows]), keys[:, :seen], groups, first, causal)
+            result = torch.bmm(weights, values[:, :seen])
+            out[rows] = result.unflatten(1, (last - first, groups)).movedim(0, 1)
+    return out
+
+
+@_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, causal: bool) -> Tensor:
+    return torch.empty_like(q)
+
+
+@torch.library.custom_op("mmfn::cpu_attention_backward", mutates_args=())
+def _attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, ends: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    groups, scale = q.shape[2], q.shape[-1] ** -0.5
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    for start, stop in _spans(ends):
+        whole = slice(start, stop)
+        keys, values = _heads_first(k[whole]), _heads_first(v[whole])
+        # Sums over blocks, in float32 at least.
+        dkeys, dvalues = op.wide(torch.zeros_like(keys)), op.wide(torch.zeros_like(values))
+        for first, last, seen in _blocks(stop - start, causal):
+            rows = slice(start + first, start + last)
+            query, dresult = _heads_first(q[rows]), _heads_first(grad[rows])
+            weights = _weights(query, keys[:, :seen], groups, first, causal)
+            dvalues[:, :seen] += torch.bmm(weights.transpose(1, 2), dresult)
+            dweights = torch.bmm(dresult, values[:, :seen].transpose(1, 2))
+            # The row sums of weights · dweights are those of result · dresult, which are shorter.
+            row = (op.wide(_heads_first(out[rows])) * op.wide(dresult)).sum(-1, keepdim=True)
+            dscores = dweights.sub_(row.to(dweights.dtype)).mul_(weights).mul_(scale)
+            dquery = torch.bmm(dscores, keys[:, :seen])
+            dq[rows] = dquery.unflatten(1, (last - first, groups)).movedim(0, 1)
+            dkeys[:, :seen] += torch.bmm(dscores.transpose(1, 2), query)
+        dk[whole], dv[whole] = dkeys.movedim(0, 1), dvalues.movedim(0, 1)
+    return dq, dk, dv
+
+
+@_attention_backward.register_fake
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, ends: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _setup(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: Tensor) -> None:
+    q, k, v, ends, ctx.causal = inputs
+    ctx.save_for_backward(q, k, v, output, ends)
+
+
+def _backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple:
+    q, k, v, out, ends = ctx.saved_tensors
+    grads = _attention_backward(grad.contiguous(), q, k, v, out, ends, ctx.causal)
+    return (*grads, None, None)
+
+
+_attention.register_autograd(_backward, setup_context=_setup)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, *, causal: bool) -> Tensor:
+    """Attend block by block within each segment; weights are made again backward, never kept."""
+    result: Tensor = _attention(
+        q.contiguous(), k.contiguous(), v.contiguous(), segments.ends, causal
+    )
+    return result
+
+
+@torch.library.custom_op("mmfn::adamw_", mutates_args=("params", "grads", "means", "squares"))
+def _adamw_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    means: Sequence[Tensor],
+    squares: Sequence[Tensor],
+    count: Tensor,
+    rate: Tensor,
+    factor: Tensor,
+    skip: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    decay: float,
+) -> None:
+    # torch divides by `grad_scale`, and writes the scaled gradients back.
+    torch._fused_adamw_(
+        list(params),
+        list(grads),
+        list(means),
+        list(squares),
+        [],
+        [count] * len(params),
+        lr=rate,
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=decay,
+        eps=eps,
+        amsgrad=False,
+        maximize=False,
+        grad_scale=1.0 / factor,
+        found_inf=skip,
+    )
+
+
+def adamw_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    means: Sequence[Tensor],
+    squares: Sequence[Tensor],
+    count: Tensor,
+    rate: Tensor,
+    factor: Tensor,
+    skip: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    decay: float,
+) -> None:
+    """Do what `optim.adamw_` does with torch's fused kernel; gradients are spoiled."""
+    _adamw_(
+        params, grads, means, squares, count, rate, factor, skip, beta1, beta2, eps, decay
+    )
+
+
+OPS = op.Ops(attention=attention)
+"""The table of operations for the CPU. What it leaves as defined, a compiler fuses well."""

@@ -1,0 +1,44 @@
+"""Fused operations for CUDA: torch's flash attention over packed segments, RMSNorm and AdamW."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mmfn import ops as op
+from mmfn.batch import Segments
+from mmfn.kernels.cpu import adamw_ as adamw_
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, *, causal: bool) -> Tensor:
+    """Attend by the variable-length flash kernel; in a dtype that it lacks, by the definition."""
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        return op.attention(q, k, v, segments, causal=causal)
+    from torch.nn.attention.varlen import varlen_attn
+
+    ends = F.pad(segments.ends, (1, 0)).to(q.device, non_blocking=True)
+    # The longest segment is not known without reading the host's lengths in the graph; an upper
+    # bound is what the kernel needs.
+    longest = len(q)
+    options: dict[str, Any] = {"window_size": (-1, 0) if causal else (-1, -1)}
+    out: Tensor = varlen_attn(
+        q.flatten(1, 2),
+        k.repeat_interleave(q.shape[2], 1),
+        v.repeat_interleave(q.shape[2], 1),
+        ends,
+        ends,
+        longest,
+        longest,
+        **options,
+    )
+    return out.view_as(q)
+
+
+def rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
+    """Normalise with torch's fused kernel, which sums in float32."""
+    return F.rms_norm(x, (x.shape[-1],), scale, eps)
+
+
+OPS = op.Ops(attention=attention, rms_norm=rms_norm)
+"""The table of operations for CUDA."""

@@ -1,0 +1,128 @@
+"""Functions from function to function: gradients, accumulation, recompute, compilation.
+
+`value_and_grad` is the training path. The same functions work under `torch.func.grad`, `vmap` and
+`jvp` with the definition ops and the plain stack.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from mmfn import tree
+from mmfn.compute import Stack
+
+
+def value_and_grad(fn: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Any]]:
+    """Make a function that gives `fn(params, ...)`, a scalar, and its gradient by `params`.
+
+    The gradient is a tree like `params`; a leaf that `fn` does not read has a gradient of zeros.
+    """
+
+    @wraps(fn)
+    def run(params: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        with torch.enable_grad():
+            # A new leaf each time: the caller's tensors are not touched.
+            flat = [leaf.detach().requires_grad_() for leaf in tree.leaves(params)]
+            value = fn(tree.unflatten(params, flat), *args, **kwargs)
+            grads = torch.autograd.grad(value, flat, allow_unused=True, materialize_grads=True)
+        return value.detach(), tree.unflatten(params, list(grads))
+
+    return run
+
+
+def accumulate(
+    fn: Callable[..., tuple[Tensor, Any]],
+) -> Callable[[Any, Sequence[Any]], tuple[Tensor, Any]]:
+    """Make a function that sums `fn(params, batch)`, a value and a gradient, over batches.
+
+    Losses are divided by the count of the whole step already, so a sum is what is wanted.
+    """
+
+    def run(params: Any, batches: Sequence[Any]) -> tuple[Tensor, Any]:
+        value, grads = fn(params, batches[0])
+        total = tree.leaves(grads)
+        for batch in batches[1:]:
+            more, grads_more = fn(params, batch)
+            value = value + more
+            torch._foreach_add_(total, tree.leaves(grads_more))
+        return value, grads
+
+    return run
+
+
+Policy = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+"""What to keep: makes the pair of contexts that `torch.utils.checkpoint` takes."""
+
+
+def remat(stack: Stack, policy: Policy | None = None) -> Stack:
+    """Keep only the input of each block (and what `policy` keeps), and run it again backward.
+
+    Source: Chen et al. 2016, arXiv:1604.06174.
+    """
+    options = {} if policy is None else {"context_fn": policy}
+
+    def run(
+        block: Callable[..., Tensor],
+        layers: Sequence[Any],
+        x: Tensor,
+        *args: Any,
+        each: Sequence[Any],
+        keep: Sequence[int] = (),
+    ) -> tuple[Tensor, list[Tensor]]:
+        def again(*inputs: Any) -> Tensor:
+            result: Tensor = checkpoint(
+                block, *inputs, use_reentrant=False, preserve_rng_state=False, **options
+            )
+            return result
+
+        return stack(again, layers, x, *args, each=each, keep=keep)
+
+    return run
+
+
+def compile_blocks(stack: Stack, *, backend: str = "inductor") -> Stack:
+    """Compile the block: blocks of one kind are one graph, whatever the number of layers."""
+    compiled: dict[Any, Callable[..., Tensor]] = {}
+
+    def run(
+        block: Callable[..., Tensor],
+        layers: Sequence[Any],
+        x: Tensor,
+        *args: Any,
+        each: Sequence[Any],
+        keep: Sequence[int] = (),
+    ) -> tuple[Tensor, list[Tensor]]:
+        # A model binds options to its block anew in each call; the function behind is the same.
+        function, options = getattr(block, "func", block), getattr(block, "keywords", {})
+        if function not in compiled:
+            compiled[function] = torch.compile(
+                function, fullgraph=True, dynamic=False, backend=backend
+            )
+        quick = compiled[function]
+        return stack(
+            lambda *inputs: quick(*inputs, **options), layers, x, *args, each=each, keep=keep
+        )
+
+    return run
+
+
+def compile_step(step: Callable[..., Any], *, backend: str = "inductor") -> Callable[..., Any]:
+    """Compile a function that takes gradients inside, a training step, as one graph.
+
+    Raises:
+        torch._dynamo.exc.Unsupported: something in it cannot be in the graph; names it.
+    """
+    compiled = torch.compile(step, fullgraph=True, dynamic=False, backend=backend)
+
+    @wraps(step)
+    def run(*args: Any) -> Any:
+        # Off by default in torch 2.13: autograd.grad would break the graph.
+        with torch._dynamo.config.patch(trace_autograd_ops=True):
+            return compiled(*args)
+
+    return run
