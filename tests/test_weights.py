@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import math
 import random
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-from mmfn import param, tree, weights
+from mmfn import tree, weights
 from mmfn.param import Param, Part
 from mmfn.tree import pytree
 
@@ -316,102 +315,6 @@ def test_loaded_weights_outlive_their_files(tmp_path: Path) -> None:
         file.write(b"\0" * (folder / "model.safetensors").stat().st_size)
     (folder / "model.safetensors").unlink()
     assert torch.equal(loaded.q, published()["q.weight"].reshape(2, 3, 4, 6))
-
-
-@pytest.mark.parametrize("shard_bytes", [1, 700, 10**9])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_exported_tree_is_loaded_bit_for_bit(
-    tmp_path: Path, shard_bytes: int, dtype: torch.dtype
-) -> None:
-    """Through one file a tensor, a few files, or one file."""
-    params = tree.map(lambda value: value.to(dtype), param.init(tree.map(spread, SMALL), 0))
-    weights.export(params, SMALL, tmp_path / "a", shard_bytes=shard_bytes)
-    loaded = weights.load(SMALL, tmp_path / "a", dtype=dtype)
-    assert tree.paths(loaded) == tree.paths(params)
-    for ours, theirs in zip(tree.leaves(params), tree.leaves(loaded), strict=True):
-        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
-
-
-def spread(leaf: Param) -> Param:
-    """Let initial values vary."""
-    return Param(leaf.shape, leaf.layout, leaf.key, spread=1.0)
-
-
-def test_shards_hold_what_the_index_says(tmp_path: Path) -> None:
-    """At most `shard_bytes` a file, or one tensor; the library's own reader finds them whole."""
-    params = param.init(tree.map(spread, SMALL), 0)
-    weights.export(params, SMALL, tmp_path / "a", shard_bytes=700)
-    index = json.loads((tmp_path / "a" / weights.INDEX).read_text())
-    assert index["metadata"]["total_size"] == 4 * param.count(SMALL)
-    assert sorted(index["weight_map"]) == sorted(KEYS)
-    names = sorted(path.name for path in (tmp_path / "a").glob("*.safetensors"))
-    assert names == [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
-    for name in names:
-        held = load_file(tmp_path / "a" / name)
-        assert {key for key, file in index["weight_map"].items() if file == name} == held.keys()
-        assert sum(value.nbytes for value in held.values()) <= 700 or len(held) == 1
-        with safe_open(tmp_path / "a" / name, framework="pt") as reader:
-            assert reader.metadata() == {"format": "pt"}
-
-
-def test_an_export_has_the_keys_and_dtypes_of_its_source(tmp_path: Path) -> None:
-    """Mixed dtypes, a copy of the tied table, and the files that travel along, but no code."""
-    values = published(torch.bfloat16)
-    values["norm.weight"] = values["norm.weight"].float()
-    values["head.weight"] = values["embed.weight"].clone()
-    source = write(tmp_path / "source", {"model.safetensors": values})
-    travels = ["config.json", "tokenizer.json", "merges.txt", "chat_template.jinja", "spiece.model"]
-    for name in [*travels, "evil.py", "pytorch_model.bin", "pytorch_model.bin.index.json"]:
-        (source / name).write_text(name)
-    params = weights.load(SMALL, source)
-    weights.export(params, SMALL, tmp_path / "a", source=source, files={"config.json": "{}"})
-    written = load_file(tmp_path / "a" / "model.safetensors")
-    assert written.keys() == values.keys()
-    for key, value in values.items():
-        assert written[key].dtype == value.dtype
-        assert torch.equal(written[key], value)
-    names = sorted(path.name for path in (tmp_path / "a").iterdir())
-    assert names == sorted(["model.safetensors", *travels])
-    assert (tmp_path / "a" / "config.json").read_text() == "{}"
-    assert (tmp_path / "a" / "merges.txt").read_text() == "merges.txt"
-
-
-def test_master_weights_are_rounded_once_on_export(tmp_path: Path) -> None:
-    """What 500 steps of 1e-5 leave of 1.0 is 0.994993; in bfloat16 that is 0.99609375."""
-    abstract = {"w": Param((1,), "embed", "w")}
-    weights.export({"w": torch.tensor([0.994993])}, abstract, tmp_path / "a", dtype=torch.bfloat16)
-    written = load_file(tmp_path / "a" / "model.safetensors")["w"]
-    assert written.dtype == torch.bfloat16
-    assert written.item() == 0.99609375
-
-
-def test_what_cannot_be_exported_is_named(tmp_path: Path) -> None:
-    """Values out of range, shapes, leaves, names and dtypes; nothing is left behind."""
-    abstract = {"w": Param((2,), "embed", "w")}
-    params = {"w": torch.tensor([1e6, math.inf])}
-    out = tmp_path / "a"
-    with pytest.raises(ValueError, match=r"w: 1 finite values are not finite in torch\.float16"):
-        weights.export(params, abstract, out, dtype=torch.float16)
-    with pytest.raises(ValueError, match=r"w would be written as torch\.int8; there are F64, F32"):
-        weights.export(params, abstract, out, dtype=torch.int8)
-    with pytest.raises(ValueError, match=r"w is \(3,\), needed \(2,\)"):
-        weights.export({"w": torch.ones(3)}, abstract, out)
-    with pytest.raises(ValueError, match="params and abstract differ in 2 leaves, first v"):
-        weights.export({"v": torch.ones(2)}, abstract, out)
-    for name in ["../x.json", "model.safetensors", weights.INDEX]:
-        with pytest.raises(ValueError, match=f"files: '{name}' is not a plain file name"):
-            weights.export(params, abstract, out, files={name: "x"})
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_export_never_adds_to_a_folder(tmp_path: Path) -> None:
-    """An empty folder is fine, any other is refused and left as it is."""
-    abstract, params = {"w": Param((2,), "embed", "w")}, {"w": torch.ones(2)}
-    (tmp_path / "a").mkdir()
-    weights.export(params, abstract, tmp_path / "a")
-    with pytest.raises(ValueError, match="a exists and is not an empty folder"):
-        weights.export({"w": torch.zeros(2)}, abstract, tmp_path / "a")
-    assert torch.equal(weights.load(abstract, tmp_path / "a")["w"], torch.ones(2))
 
 
 def test_two_leaves_cannot_have_one_key(tmp_path: Path) -> None:
