@@ -106,7 +106,7 @@ def batch(*samples: Encoded, tokens: int = 96, normalise: str = "token") -> Batc
     packed, counts = pack.collate(
         [list(samples)], geometry=GEOMETRY, tokens=tokens, normalise=normalise
     )
-    return pack.with_count([packed], pack.total([counts], normalise))[0]
+    return pack.with_count([packed], counts.divisor(normalise))[0]
 
 
 def reference(cfg: qwen3_vl.Config = CONFIG, *, exact: bool = True) -> Qwen3VLForConditionalGeneration:

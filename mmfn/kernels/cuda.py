@@ -1,7 +1,5 @@
 """Fused operations for CUDA: torch's flash attention over packed segments, RMSNorm and AdamW."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,17 +19,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, *, causal: bo
     # The longest segment is not known without reading the host's lengths in the graph; an upper
     # bound is what the kernel needs.
     longest = len(q)
-    options: dict[str, Any] = {"window_size": (-1, 0) if causal else (-1, -1)}
-    out: Tensor = varlen_attn(
-        q.flatten(1, 2),
-        k.repeat_interleave(q.shape[2], 1),
-        v.repeat_interleave(q.shape[2], 1),
-        ends,
-        ends,
-        longest,
-        longest,
-        **options,
+    window = (-1, 0) if causal else (-1, -1)
+    out = varlen_attn(
+        q.flatten(1, 2), k, v, ends, ends, longest, longest, window_size=window, enable_gqa=True
     )
+    assert isinstance(out, Tensor)
     return out.view_as(q)
 
 
