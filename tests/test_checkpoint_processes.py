@@ -43,6 +43,8 @@ for die_at in range(1, 1000):
     step = checkpoint.latest(run)
     restored, meta = checkpoint.restore(run, step, state(0))
     assert meta == {"step": step} and torch.equal(restored["w"], state(step)["w"])
+    for path in (run / "checkpoints").glob("step-????????"):
+        checkpoint.restore(run, int(path.name[5:]), state(0))
     if step == 2:
         checkpoint.save(run, 4, state(4), {"step": 4}, keep=1)
         assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000004"]
@@ -54,7 +56,10 @@ for die_at in range(1, 1000):
 
 
 def test_a_killed_save_loses_that_save_only(tmp_path: Path) -> None:
-    """SIGKILL before each access to the file system in turn, from the first to the last."""
+    """SIGKILL before each access to the file system in turn, from the first to the last.
+
+    Whatever has the name of a step is whole, and the next save removes what is left over.
+    """
     done = subprocess.run(
         [sys.executable, "-c", KILL, str(tmp_path)], capture_output=True, text=True, timeout=120
     )

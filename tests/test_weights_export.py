@@ -37,6 +37,21 @@ def test_an_exported_tree_is_loaded_bit_for_bit(
     assert tree.paths(loaded) == tree.paths(params)
     for ours, theirs in zip(tree.leaves(params), tree.leaves(loaded), strict=True):
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+    files = list((tmp_path / "a").glob("*.safetensors"))
+    assert len(files) == {1: 4, 700: 2 if dtype == torch.float32 else 1, 10**9: 1}[shard_bytes]
+
+
+def test_every_tensor_is_aligned_to_its_width(tmp_path: Path) -> None:
+    """An odd number of two-byte values stands before none of four bytes."""
+    abstract = {name: Param((3,), "embed", name) for name in "ab"}
+    params = {"a": torch.ones(3, dtype=torch.bfloat16), "b": torch.ones(3)}
+    weights.export(params, abstract, tmp_path / "a")
+    data = (tmp_path / "a" / "model.safetensors").read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    assert size % 8 == 0
+    assert header["b"]["data_offsets"] == [0, 12]
+    assert header["a"]["data_offsets"] == [12, 18]
 
 
 def test_shards_hold_what_the_index_says(tmp_path: Path) -> None:
