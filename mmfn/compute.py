@@ -5,7 +5,7 @@ what the function is, only where values are rounded.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import attrs
 import torch
@@ -15,6 +15,7 @@ from mmfn import ops as op
 from mmfn import tree
 
 
+@runtime_checkable
 class Stack(Protocol):
     """Runs blocks one after the other: `x = block(layer, x, *args, each[i])` for each layer.
 

@@ -49,7 +49,9 @@ def resolve(name: str) -> Device:
             return Device("cpu", cpu.OPS, cpu.adamw_, resident_bytes)
         case "cuda":
             if not torch.cuda.is_available():
-                raise ValueError(f"device 'cuda' was asked for, but torch {torch.__version__} has none")
+                raise ValueError(
+                    f"device 'cuda' was asked for, but torch {torch.__version__} has none"
+                )
             from mmfn.kernels import cuda
 
             return Device("cuda", cuda.OPS, cuda.adamw_, torch.cuda.memory_allocated)
@@ -62,7 +64,9 @@ def resolve(name: str) -> Device:
 def _npu_problem() -> str:
     """Say why there is no NPU. A plug-in that is there but broken raises its own error."""
     if importlib.util.find_spec("torch_npu") is None:
-        return "device 'npu' was asked for, but torch_npu is not installed; it is the extra mmfn[npu]"
+        return (
+            "device 'npu' was asked for, but torch_npu is not installed; it is the extra mmfn[npu]"
+        )
     plugin = importlib.import_module("torch_npu")
     version = getattr(plugin, "__version__", "?")
     return f"device 'npu' was asked for; torch_npu {version} is here, but its kernels are not in mmfn yet"
@@ -77,5 +81,3 @@ def resident_bytes() -> int:
         # Elsewhere only the peak is known: in kilobytes, on macOS in bytes.
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
-
-

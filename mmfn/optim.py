@@ -122,9 +122,7 @@ class Group:
     """Weight decay, per unit of learning rate."""
 
 
-def groups(
-    params: Any, decay: float, rules: Sequence[tuple[str, Group]] = ()
-) -> tuple[Group, ...]:
+def groups(params: Any, decay: float, rules: Sequence[tuple[str, Group]] = ()) -> tuple[Group, ...]:
     """Give each leaf its group: that of the first rule whose pattern matches its path.
 
     Patterns are those of `fnmatch` (`vision.*`). A leaf that no rule names has scale 1, and

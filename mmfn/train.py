@@ -27,7 +27,9 @@ class TrainState:
     """Seed of the random numbers of the run, int64: they are functions of it and the step."""
 
 
-def start(params: Any, optimizer: optim.Optimizer, *, frozen: Any = None, seed: int = 0) -> TrainState:
+def start(
+    params: Any, optimizer: optim.Optimizer, *, frozen: Any = None, seed: int = 0
+) -> TrainState:
     """Make the state before the first step."""
     flat = tree.leaves(params)
     if not flat:

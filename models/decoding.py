@@ -107,9 +107,7 @@ def decode(
             weights = op.wide(scores).masked_fill(hidden, -torch.inf).softmax(-1)
             return torch.einsum("bkgt,btkc->bkgc", weights.to(v.dtype), values[-1])
 
-        x = qwen3_vl.block(
-            layer, x, cos, sin, None, None, cfg=cfg, compute=compute, attend=attend
-        )
+        x = qwen3_vl.block(layer, x, cos, sin, None, None, cfg=cfg, compute=compute, attend=attend)
     cache = tree.evolve(
         cache,
         keys=tuple(keys),

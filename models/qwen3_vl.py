@@ -285,9 +285,7 @@ def forward(
     return op.linear(*head(params.text, hidden(params, batch, cfg, compute), cfg, compute))
 
 
-def loss(
-    params: Qwen3VL, batch: Batch, cfg: Config, compute: Compute = plain
-) -> Float[Tensor, ""]:
+def loss(params: Qwen3VL, batch: Batch, cfg: Config, compute: Compute = plain) -> Float[Tensor, ""]:
     """Sum the weighted cross entropy of the targets, divided by the batch's count."""
     x = hidden(params, batch, cfg, compute)[batch.at]
     x, weight = head(params.text, x, cfg, compute)

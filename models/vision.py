@@ -115,7 +115,9 @@ def abstract(cfg: Config, prefix: str = "model.visual") -> Tower:
     heads = (3, cfg.heads, d // cfg.heads)
     cube = (cfg.channels, cfg.patch_time, cfg.patch, cfg.patch)
 
-    def affine(key: str, out: tuple[int, ...], axes: str, into: tuple[int, ...], more: str) -> Affine:
+    def affine(
+        key: str, out: tuple[int, ...], axes: str, into: tuple[int, ...], more: str
+    ) -> Affine:
         fan = torch.Size(into).numel()
         weight = Param((*out, *into), f"{axes} {more}", f"{prefix}.{key}.weight", fan**-0.5)
         return Affine(weight, Param(out, axes, f"{prefix}.{key}.bias"))

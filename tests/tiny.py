@@ -45,7 +45,7 @@ SEQUENCES = {
     "B": [5, 10, 11, *FRAME, 12, 13, *FRAME, 8, *IMAGE, 14, 15, 16, 17],
     "T": [20, 21, 22, 23, 24, 25, 26],
     "C": [24, 31, 38, 45, 52, 59, 26, 33, 40, 47, 54, 61, 28, 35, 42],
-    "image": [5, 6, *IMAGE, 7, 8, 9],
+    "picture": [5, 6, 7, *IMAGE, 14, 15, 16, 17],
     "text": [5, 6, 7, 8, 9, 10, 11, 12],
 }
 
@@ -109,7 +109,9 @@ def batch(*samples: Encoded, tokens: int = 96, normalise: str = "token") -> Batc
     return pack.with_count([packed], counts.divisor(normalise))[0]
 
 
-def reference(cfg: qwen3_vl.Config = CONFIG, *, exact: bool = True) -> Qwen3VLForConditionalGeneration:
+def reference(
+    cfg: qwen3_vl.Config = CONFIG, *, exact: bool = True
+) -> Qwen3VLForConditionalGeneration:
     """Build transformers' model with the same weights; in true float64 when `exact`.
 
     As published, it casts to float32 in norms and in the tower's rotary positions even in float64.

@@ -29,7 +29,9 @@ def positions(tokens: int, runs: Sequence[Run], merge: int) -> Int[np.ndarray, "
         rows, columns = run.height // merge, run.width // merge
         stop = run.start + rows * columns
         if run.start < here or stop > tokens:
-            raise ValueError(f"a run of tokens {run.start}..{stop} does not fit in {here}..{tokens}")
+            raise ValueError(
+                f"a run of tokens {run.start}..{stop} does not fit in {here}..{tokens}"
+            )
         text = run.start - here
         result[:, here : run.start] = start + np.arange(text)
         start += text
@@ -65,15 +67,14 @@ def places(
     entries = np.stack(
         [top * side + left, top * side + right, bottom * side + left, bottom * side + right]
     )
-    weights = np.stack(
-        [(1 - down) * (1 - across), (1 - down) * across, down * (1 - across), down * across]
-    )
-    return entries, weights.astype(np.float32)
+    # 1 - (1 - x) is not x in float32; the published code weighs the second neighbour by it.
+    rows, columns = ((1 - far, 1 - (1 - far)) for far in (down, across))
+    return entries, np.stack([row * column for row in rows for column in columns])
 
 
 def _neighbours(size: int, side: int, place: np.ndarray) -> tuple[np.ndarray, ...]:
     """Entries before and after each place along one side, and how far between them it lies."""
     # Rounded to float32 step by step, as the published code does, so that weights are the same.
-    at = np.linspace(0, side - 1, size, dtype=np.float32)[place]
+    at = place.astype(np.float32) * np.float32(side - 1) / np.float32(max(size - 1, 1))
     low = at.astype(np.int64)
     return low, np.minimum(low + 1, side - 1), at - low.astype(np.float32)

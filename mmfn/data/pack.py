@@ -118,7 +118,7 @@ def total(counts: Sequence[Counts]) -> Counts:
     return sum(counts, Counts())
 
 
-def with_count(batches: Sequence[Batch], divisor: float) -> tuple[Batch, ...]:
+def with_count(batches: Sequence[Batch], divisor: int) -> tuple[Batch, ...]:
     """Set what the losses of a step's micro-batches are divided by."""
     count = torch.tensor(float(divisor))
     return tuple(tree.evolve(batch, count=count.clone()) for batch in batches)

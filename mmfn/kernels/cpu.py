@@ -7,6 +7,7 @@ from torch import Tensor
 
 from mmfn import ops as op
 from mmfn.batch import Segments
+from mmfn.kernels.loss import cross_entropy
 
 _ROWS = 128
 """Query tokens a block: the scores of a block stay in the cache. Measured: 64 to 256 are alike."""
@@ -171,10 +172,8 @@ def adamw_(
     decay: float,
 ) -> None:
     """Do what `optim.adamw_` does with torch's fused kernel; gradients are spoiled."""
-    _adamw_(
-        params, grads, means, squares, count, rate, factor, skip, beta1, beta2, eps, decay
-    )
+    _adamw_(params, grads, means, squares, count, rate, factor, skip, beta1, beta2, eps, decay)
 
 
-OPS = op.Ops(attention=attention)
+OPS = op.Ops(attention=attention, cross_entropy=cross_entropy)
 """The table of operations for the CPU. What it leaves as defined, a compiler fuses well."""

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from mmfn import ops as op
 from mmfn.batch import Segments
+from mmfn.kernels.loss import cross_entropy
 from mmfn.kernels.cpu import adamw_ as adamw_
 
 
@@ -32,5 +33,5 @@ def rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), scale, eps)
 
 
-OPS = op.Ops(attention=attention, rms_norm=rms_norm)
+OPS = op.Ops(attention=attention, rms_norm=rms_norm, cross_entropy=cross_entropy)
 """The table of operations for CUDA."""
