@@ -157,7 +157,7 @@ def test_the_root_holds_only_what_is_agreed() -> None:
     # What git ignores: builds, installs and runs.
     made = {"build", "dist", "runs", "mmfn.egg-info"}
     found = {path.name for path in ROOT.iterdir() if not path.name.startswith(".")}
-    assert found - made == agreed
+    assert found - made <= agreed
 
 
 def test_importing_mmfn_imports_no_torch() -> None:
