@@ -7,14 +7,15 @@ from typing import Any
 
 import attrs
 import pytest
+import tiny
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import Qwen3VLForConditionalGeneration
 
-from mmfn import param, tree, weights
-from mmfn.models import hub, qwen3_vl, vision
+from mmfn import checkpoint, param, tree, weights
+from mmfn.models import hub, qwen3_vl
 from mmfn.param import Param
 
 SMALL = {
@@ -136,36 +137,6 @@ def test_an_export_never_adds_to_a_folder(tmp_path: Path) -> None:
     assert torch.equal(weights.load(abstract, tmp_path / "a")["w"], torch.ones(2))
 
 
-TINY = qwen3_vl.Config(
-    vocab=128,
-    embed=32,
-    layers=3,
-    heads=4,
-    kv_heads=2,
-    head_dim=16,
-    mlp=48,
-    sections=(4, 2, 2),
-    image_token=120,
-    video_token=121,
-    vision_start_token=122,
-    vision_end_token=123,
-    vision=vision.Config(
-        layers=4, embed=16, heads=2, mlp=24, patch=4, places=16, out=32, deepstack=(1, 2)
-    ),
-)
-
-
-def published_folder(folder: Path, cfg: qwen3_vl.Config) -> dict[str, Tensor]:
-    """Let `transformers` write a model with values of its own; gives its tensors by key."""
-    model = Qwen3VLForConditionalGeneration(Qwen3VLConfig.from_dict(hub.to_hub(cfg)))
-    random = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for value in model.parameters():
-            value.normal_(generator=random)
-    model.save_pretrained(folder)
-    return load_file(folder / "model.safetensors")
-
-
 def read_by_transformers(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read a folder with `transformers`: its tensors, and what it says of keys."""
     model, report = Qwen3VLForConditionalGeneration.from_pretrained(
@@ -174,13 +145,20 @@ def read_by_transformers(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any
     return model.state_dict(), report
 
 
-@pytest.mark.parametrize(("tied", "count", "size"), [(False, 105, 277_696), (True, 104, 261_312)])
+@pytest.mark.parametrize(
+    ("tied", "count", "size", "loss"),
+    [(False, 105, 277_696, 5.303901), (True, 104, 261_312, 5.417253)],
+)
 def test_a_published_model_passes_through_unchanged(
-    tmp_path: Path, tied: bool, count: int, size: int
+    tmp_path: Path, tied: bool, count: int, size: int, loss: float
 ) -> None:
-    """The keys, shapes and values that `transformers` wrote, in shards of 100 kB; it reads them."""
-    cfg = attrs.evolve(TINY, tied=tied)
-    values = published_folder(tmp_path / "source", cfg)
+    """The keys, shapes and values that `transformers` wrote, in shards of 100 kB; it reads them.
+
+    The loss of what was loaded, exported, loaded, saved and restored is that of the reference.
+    """
+    cfg = attrs.evolve(tiny.CONFIG, tied=tied)
+    tiny.reference(cfg, exact=False).save_pretrained(tmp_path / "source")
+    values = load_file(tmp_path / "source" / "model.safetensors")
     abstract = qwen3_vl.abstract(cfg)
     params = weights.load(abstract, tmp_path / "source")
     for leaf, value in zip(tree.leaves(abstract), tree.leaves(params), strict=True):
@@ -203,11 +181,16 @@ def test_a_published_model_passes_through_unchanged(
     assert not any(report.values()), report
     assert all(torch.equal(found[key], value) for key, value in values.items())
 
+    checkpoint.save(tmp_path, 1, weights.load(abstract, out), {}, keep=1)
+    restored, _ = checkpoint.restore(tmp_path, 1, params)
+    batch = tiny.batch(tiny.encoded("A", "last4"))
+    assert qwen3_vl.loss(restored, batch, cfg).item() == pytest.approx(loss, abs=1e-5)
+
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_model_of_our_own_is_read_by_transformers(tmp_path: Path, tied: bool) -> None:
     """Without a source: the config is written beside the weights, in the dtype asked for."""
-    cfg = attrs.evolve(TINY, tied=tied)
+    cfg = attrs.evolve(tiny.CONFIG, tied=tied)
     abstract = qwen3_vl.abstract(cfg)
     params = param.init(abstract, 0)
     config = json.dumps(hub.to_hub(cfg))
