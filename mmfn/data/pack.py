@@ -46,7 +46,10 @@ class Counts:
 
 
 def bucket(size: int, least: int) -> int:
-    """Round up to the next of `least`, and 2, 2.5, 3, 3.5, 4, 5 … times it: at most a quarter more."""
+    """Round up to 1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 10 … times `least`.
+
+    From twice `least` on that is less than a quarter more.
+    """
     if size <= least:
         return least
     step = 2 ** max(0, ((size - 1) // least).bit_length() - 1)
@@ -87,9 +90,9 @@ def collate(
         _check(sample, geometry)
     length = len(rows) * tokens
     asked = [[len(targets(sample)) for sample in samples] for samples in rows]
+    place = [_positions(sample, geometry.merge) for sample in flat]
     media, features = _media(flat, geometry, least_patches)
     at, wanted, weights = _supervision(rows, asked, normalise, least_targets)
-    place = [grids.positions(len(s.tokens), s.runs, geometry.merge) for s in flat]
     none = np.zeros(0, dtype=np.int64)
     batch = Batch(
         tokens=_fill(length, 0, [none, *(s.tokens for s in flat)]),
@@ -127,6 +130,17 @@ def with_count(batches: Sequence[Batch], divisor: int) -> tuple[Batch, ...]:
 def _check(sample: Encoded, geometry: Geometry) -> None:
     if len(sample.tokens) == 0:
         raise ValueError(f"sample {sample.name} has no token")
+    if len(sample.supervised) != len(sample.tokens):
+        raise ValueError(
+            f"sample {sample.name} has {len(sample.tokens)} tokens "
+            f"and {len(sample.supervised)} labels"
+        )
+    for run in sample.runs:
+        if run.height % geometry.merge or run.width % geometry.merge:
+            raise ValueError(
+                f"sample {sample.name} has a grid of {run.height} by {run.width} patches, "
+                f"which has no blocks of {geometry.merge}"
+            )
     needed = sum(run.height * run.width for run in sample.runs)
     if len(sample.patches) != needed:
         raise ValueError(
@@ -137,6 +151,13 @@ def _check(sample: Encoded, geometry: Geometry) -> None:
             f"sample {sample.name} has patches of {sample.patches.shape[1]} values; "
             f"the model takes {geometry.patch_dim}"
         )
+
+
+def _positions(sample: Encoded, merge: int) -> np.ndarray:
+    try:
+        return grids.positions(len(sample.tokens), sample.runs, merge)
+    except ValueError as error:
+        raise ValueError(f"sample {sample.name}: {error}") from error
 
 
 def _fill(length: int, value: int, parts: Sequence[np.ndarray]) -> torch.Tensor:
@@ -183,8 +204,9 @@ def _media(
     if runs:
         patches[:used] = np.concatenate([s.patches for s in samples if len(s.patches)])
         frames = [_frame(r.height, r.width, geometry.side, geometry.merge) for r in runs]
-        for whole, parts in zip((position, place, blend), zip(*frames, strict=True), strict=True):
-            whole[:, :used] = np.concatenate(parts, 1)
+        position[:, :used], place[:, :used], blend[:, :used] = (
+            np.concatenate(parts, 1) for parts in zip(*frames, strict=True)
+        )
     features, first = [], 0
     for sample in samples:
         own = np.full(len(sample.tokens), -1, dtype=np.int64)
@@ -192,6 +214,10 @@ def _media(
             made = run.height * run.width // block
             own[run.start : run.start + made] = np.arange(first, first + made)
             first += made
+        if (wrong := np.flatnonzero(sample.supervised & (own >= 0))).size:
+            raise ValueError(
+                f"sample {sample.name} supervises token {wrong[0]}, which stands for a picture"
+            )
         features.append(own)
     media = Media(
         patches=torch.from_numpy(patches),
