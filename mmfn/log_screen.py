@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import attrs
+from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -123,12 +124,8 @@ def frame(
         ProgressBar(total=total_steps, completed=at),
         Text(f"{span(seconds_left)} left"),
     )
-    values = Text(sparkline(losses), style="cyan")
-    for name, value in facts(metrics):
-        # Where a line is full it breaks between two facts, not in one.
-        fact = f"{name} {value}".replace(" ", "\u00a0")
-        values.append("  ").append(fact, style="default")
-    return Group(bar, values)
+    values = [Text(f"{name} {value}", no_wrap=True) for name, value in facts(metrics)]
+    return Group(bar, Columns([Text(sparkline(losses), style="cyan"), *values], padding=(0, 2)))
 
 
 def facts(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
