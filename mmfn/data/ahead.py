@@ -1,0 +1,59 @@
+"""Results worked out ahead, in order, by other processes."""
+
+from collections.abc import Callable, Generator
+from typing import Any, TypeVar, cast
+
+import attrs
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+Value = TypeVar("Value")
+
+
+@attrs.frozen
+class _Guarded:
+    """A function as a table of its results; a `ValueError` is one, to be raised as it is."""
+
+    function: Callable[[int], Any]
+
+    def __getitem__(self, item: int) -> Any:
+        try:
+            return self.function(item)
+        except ValueError as error:
+            return error
+
+
+def _same(value: Value) -> Value:
+    return value
+
+
+def ordered(
+    function: Callable[[int], Value], items: range, *, workers: int, prefetch: int = 2
+) -> Generator[Value, None, None]:
+    """Yield `function(item)` in order, computed ahead by worker processes, or here without any.
+
+    Each worker works up to `prefetch` items ahead. Workers end with the generator, and with this
+    process however it ends. What a worker raises is raised here: a `ValueError` as it was, another
+    exception with the worker's traceback as its text.
+    """
+    if workers == 0:
+        yield from map(function, items)
+        return
+    results = iter(
+        DataLoader(
+            cast("Dataset[Any]", _Guarded(function)),
+            batch_size=None,
+            sampler=items,
+            num_workers=workers,
+            prefetch_factor=prefetch,
+            collate_fn=_same,
+            generator=torch.Generator(),  # Else it would draw from the global stream.
+        )
+    )
+    try:
+        for result in results:
+            if isinstance(result, ValueError):
+                raise result
+            yield result
+    finally:
+        del results  # Ends the workers, also while a traceback holds this frame.
