@@ -1,6 +1,7 @@
 """A tokenizer with the published ids of Qwen, built from the vocabulary that the tests install."""
 
 import base64
+from functools import cache
 from importlib import util
 from itertools import pairwise
 from pathlib import Path
@@ -40,8 +41,9 @@ def _halves(word: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
     return parts[0], parts[1]
 
 
+@cache
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Build it; takes some seconds."""
+    """Build it, once: it takes some seconds. Copy it before changing it."""
     ranks = _ranks()
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     letters = {byte: chr(byte) for byte in shown}

@@ -296,6 +296,7 @@ def test_an_empty_file_has_no_samples(tmp_path: Path) -> None:
 
 def test_samples_and_errors_travel_to_and_from_other_processes() -> None:
     samples = pickle.loads(pickle.dumps(formats.read(CASES / "d04_mixed_schema.jsonl")))
+    assert samples[-2:] == [samples[4], samples[5]]
     assert list(samples) == list(formats.read(CASES / "d04_mixed_schema.jsonl"))
     error = pickle.loads(pickle.dumps(TooLong("s", "f.json[0]", "why")))
     assert isinstance(error, TooLong)

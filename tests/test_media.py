@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageOps
 from transformers.image_transforms import convert_to_rgb
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
     Qwen2VLImageProcessorPil,
@@ -186,12 +186,18 @@ def late_exif(content: bytes) -> bytes:
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("kind", ["jpeg", "png", "late png", "webp", "tiff"])
-def test_the_header_gives_the_size_that_decoding_gives(kind: str, orientation: int) -> None:
+def test_each_orientation_is_turned_and_the_header_gives_its_size(
+    kind: str, orientation: int
+) -> None:
     exif = Image.Exif()
     exif[0x112] = orientation
     content = saved(noise(48, 32), kind.split()[-1], exif=exif)
-    source = url(late_exif(content) if kind == "late png" else content, kind.split()[-1])
+    content = late_exif(content) if kind == "late png" else content
+    source = url(content, kind.split()[-1])
     image = media.open_image(source, CASES)
+    with Image.open(io.BytesIO(content)) as stored:
+        stored.load()
+        np.testing.assert_array_equal(np.asarray(image), ImageOps.exif_transpose(stored))
     assert image.size == ((32, 48) if orientation > 4 else (48, 32))
     assert media.size_of(source, CASES) == (image.height, image.width)
 

@@ -17,9 +17,9 @@ is refused whole, by `BadSample`, never repaired.
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, overload
 
 import attrs
 import numpy as np
@@ -62,7 +62,7 @@ Piece: TypeAlias = Text | Image | Mark
 
 
 @attrs.frozen(eq=False)
-class Samples:
+class Samples(Sequence):  # Without its type: a check of one would read a row.
     """The samples of a file, each understood when it is asked for.
 
     `rows[i]` raises `BadSample` for a row that is not understood, and only for that one.
@@ -84,12 +84,14 @@ class Samples:
         name = self.path.name
         return f"{name}[{index}]" if self.held is not None else f"{name}:{self.lines[index, 0]}"
 
-    def __iter__(self) -> Iterator[Sample]:
-        """Give one sample after another."""
-        return (self[index] for index in range(len(self)))
-
-    def __getitem__(self, index: int) -> Sample:
-        """Understand one row."""
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Sample]: ...
+    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
+        """Understand one row, or those of a slice."""
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
         where = self.where(index)
         if self.held is not None:
             return parse(self.held[index], where)

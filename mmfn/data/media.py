@@ -22,7 +22,7 @@ import attrs
 import numpy as np
 from einops import rearrange, repeat
 from jaxtyping import Float
-from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError
 
 from mmfn import files
 
@@ -31,6 +31,18 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")
 
 LARGEST_RATIO = 200
 """Of the longer side to the shorter. Source: the published preprocessing of Qwen2-VL."""
+
+UPRIGHT: Mapping[Any, Image.Transpose] = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""What turns a picture of each EXIF orientation upright. Source: Exif 2.3, tag 0x0112. The library
+has a function for it, which also writes the notes of the camera anew and fails on odd ones."""
 
 ADDRESS = re.compile(r"(?:[a-z][a-z0-9+.-]*://|(?:file|https?|ftp):)", re.IGNORECASE)
 
@@ -234,8 +246,8 @@ def size_of(source: str, root: Path | str) -> tuple[int, int]:
         # A PNG would be decoded to see what stands after the pixels; that is seldom needed.
         late = image.format == "PNG" and _late_notes(kind.fp)
         exif = image.getexif() if late else Image.Image.getexif(image)
-        turned = exif.get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
-        return (width, height) if turned else (height, width)
+        on_its_side = exif.get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
+        return (width, height) if on_its_side else (height, width)
 
 
 def grid(source: str, root: Path | str, pixels: Pixels) -> tuple[int, int]:
@@ -264,8 +276,8 @@ def open_image(source: str, root: Path | str) -> Image.Image:
     """
     with _opened(source, root) as image:
         image.load()
-        ImageOps.exif_transpose(image, in_place=True)
-        return _rgb(image)
+        turn = UPRIGHT.get(image.getexif().get(ExifTags.Base.Orientation))
+        return _rgb(image if turn is None else image.transpose(turn))
 
 
 def _rgb(image: Image.Image) -> Image.Image:
