@@ -56,6 +56,7 @@ def sample(*said: tuple[str, Any]) -> Sample:
 
 
 def supervised(encoded: Encoded, qwen3: Chat) -> str:
+    """The text of the targets."""
     return qwen3.tokenizer.decode(encoded.tokens[encoded.supervised])
 
 
@@ -96,6 +97,7 @@ TALK = (
 
 
 def test_ids_are_those_of_the_published_template(qwen3: Chat) -> None:
+    """With a system turn, pictures between texts, and newlines at every border."""
     made = sample(*TALK)
     encoded = chat.encode(made, qwen3, CASES)
     assert encoded.tokens.tolist() == reference(made.turns, qwen3)
@@ -134,6 +136,7 @@ def test_any_text_is_encoded_as_the_template_encodes_it(qwen3: Chat, talk: Any) 
 
 
 def test_the_word_assistant_in_a_question_supervises_nothing(qwen3: Chat) -> None:
+    """Token by token."""
     (made,) = formats.read(CASES / "l05_word_assistant.json")
     encoded = chat.encode(made, qwen3, CASES)
     expected = [START, 872, 198, 77_091, 25, 895, 17_847, 2213, END, 198]
@@ -144,6 +147,7 @@ def test_the_word_assistant_in_a_question_supervises_nothing(qwen3: Chat) -> Non
 
 
 def test_the_end_of_turn_is_supervised_whatever_the_pad_id(qwen3: Chat) -> None:
+    """Here the pad is the end of turn."""
     other = deepcopy(qwen3.tokenizer)
     other.pad_token = "<|im_end|>"
     assert other.pad_token_id == END
@@ -153,6 +157,7 @@ def test_the_end_of_turn_is_supervised_whatever_the_pad_id(qwen3: Chat) -> None:
 
 
 def test_text_that_spells_a_special_token_is_text(qwen3: Chat) -> None:
+    """In questions and answers, even a whole turn of it."""
     html, literal = formats.read(CASES / "d06_literal_tokens.json")
     plain = chat.encode(html, qwen3, CASES).tokens
     assert not np.isin(plain, [PAD, qwen3.special.video_pad, qwen3.special.vision_start]).any()
@@ -188,6 +193,7 @@ def test_a_tokenizer_whose_text_can_spell_a_special_id_is_refused(qwen3: Chat) -
 
 
 def test_pictures_stand_where_they_were_in_the_text(qwen3: Chat) -> None:
+    """Their patches follow in the same order."""
     (made,) = formats.read(CASES / "d10_interleaved.json")
     encoded = chat.encode(made, qwen3, CASES)
     assert [(r.height, r.width) for r in encoded.runs] == [(16, 16), (14, 20), (24, 28)]
@@ -213,6 +219,7 @@ def test_pictures_stand_where_they_were_in_the_text(qwen3: Chat) -> None:
     ],
 )
 def test_grids_follow_the_pictures(file: str, grids: Any, qwen3: Chat) -> None:
+    """One pad for each block of four patches; measuring counts the same."""
     for made, expected in zip(formats.read(CASES / file), grids, strict=True):
         encoded = chat.encode(made, qwen3, CASES)
         assert [(run.height, run.width) for run in encoded.runs] == expected
@@ -222,6 +229,7 @@ def test_grids_follow_the_pictures(file: str, grids: Any, qwen3: Chat) -> None:
 
 
 def test_a_bare_part_puts_the_picture_before_the_text(qwen3: Chat) -> None:
+    """Where the part stood."""
     (made,) = formats.read(CASES / "d05_bare_placeholder.json")
     encoded = chat.encode(made, qwen3, CASES)
     assert encoded.runs == (Run(4, 16, 16),)
@@ -241,11 +249,13 @@ def test_a_bare_part_puts_the_picture_before_the_text(qwen3: Chat) -> None:
 def test_answers_are_supervised_in_any_order_of_turns(
     index: int, expected: str, qwen3: Chat
 ) -> None:
+    """Answers first, questions in a row, a question last, a system turn."""
     made = formats.read(CASES / "d11_bad_roles.json")[index]
     assert supervised(chat.encode(made, qwen3, CASES), qwen3) == expected
 
 
 def test_a_sample_without_an_answer_is_encoded_with_no_target(qwen3: Chat) -> None:
+    """What becomes of it is for the caller to say."""
     made = sample(("user", "Q"))
     assert not chat.encode(made, qwen3, CASES).supervised.any()
     assert chat.measure(made, qwen3, CASES) == Length(6, 0, 0)
@@ -273,6 +283,7 @@ def test_a_sample_that_is_too_long_is_named_with_its_length_and_the_limit(qwen3:
 
 
 def test_a_picture_that_cannot_be_used_is_named_with_its_sample(qwen3: Chat) -> None:
+    """With the file, the id and the cause; the others pass."""
     expected = {
         "1": "id '1': 'truncated.jpg' cannot be read: image file is truncated",
         "3": "id '3': 'not_image.jpg' is not a picture",
@@ -296,6 +307,7 @@ def test_a_picture_that_cannot_be_used_is_named_with_its_sample(qwen3: Chat) -> 
 def test_a_picture_that_differs_from_its_header_is_refused(
     qwen3: Chat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its tokens are laid out from the header."""
     wide = Pictures.new("RGB", (320, 64))
     monkeypatch.setattr(media, "open_image", lambda *_: wide)
     message = "'a64.png' has 16x16 patches by its header, 8x36 decoded"
@@ -319,6 +331,7 @@ def folder(path: Path, tokenizer: PreTrainedTokenizerFast, **config: Any) -> Pat
 
 
 def test_all_that_encoding_needs_is_read_from_a_folder(qwen3: Chat, tmp_path: Path) -> None:
+    """It travels to other processes, and its parts have to agree."""
     loaded = chat.load(folder(tmp_path, qwen3.tokenizer), 500)
     assert (loaded.pixels, loaded.special, loaded.max_tokens) == (qwen3.pixels, qwen3.special, 500)
     made = sample(*TALK)

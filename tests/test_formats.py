@@ -23,14 +23,17 @@ def row(*said: Any, **keys: Any) -> dict[str, Any]:
 
 
 def parse(*said: Any, **keys: Any) -> Sample:
+    """Understand a row made by `row`."""
     return formats.parse(row(*said, **keys), "t.json[0]")
 
 
 def sources(sample: Sample) -> list[str]:
+    """List the sources of the pictures of a sample."""
     return [image.source for image in sample.images]
 
 
 def test_a_string_is_one_image_a_list_is_many_and_none_is_none() -> None:
+    """And the newline after a mark belongs to the text."""
     first, second, third = formats.read(CASES / "d01_llava_str_image.json")
     assert sources(first) == ["a64.png"]
     assert sources(second) == ["a64.png", "b96x64.png"]
@@ -39,6 +42,7 @@ def test_a_string_is_one_image_a_list_is_many_and_none_is_none() -> None:
 
 
 def test_counts_of_marks_and_images_have_to_agree() -> None:
+    """The message names the file, the row, the id and both counts."""
     samples = formats.read(CASES / "d02_counts.json")
     assert sources(samples[0]) == ["a64.png"]
     expected = {
@@ -54,6 +58,7 @@ def test_counts_of_marks_and_images_have_to_agree() -> None:
 
 @pytest.mark.parametrize("order", [range(6), (3, 0, 5, 2, 4, 1)])
 def test_each_row_is_understood_by_its_own_keys(order: Any, tmp_path: Path) -> None:
+    """Strings, lists and nulls, both spellings of turns, in any order of rows."""
     lines = (CASES / "d04_mixed_schema.jsonl").read_text().splitlines()
     path = tmp_path / "shuffled.jsonl"
     path.write_text("\n".join(lines[i] for i in order))
@@ -65,12 +70,14 @@ def test_each_row_is_understood_by_its_own_keys(order: Any, tmp_path: Path) -> N
 
 
 def test_a_bare_image_part_takes_the_image_at_top_level() -> None:
+    """A row without an id is named by its place."""
     (sample,) = formats.read(CASES / "d05_bare_placeholder.json")
     assert sample.turns[0].parts == (Image("a64.png"), Text("Read it."))
     assert sample.name == sample.where == "d05_bare_placeholder.json[0]"
 
 
 def test_images_inside_and_at_top_level_are_refused() -> None:
+    """And so is a bare part with no image at top level."""
     content = [{"type": "image", "image": "b.png"}, {"type": "text", "text": "Q"}]
     with pytest.raises(BadSample, match="1 image at top level and 1 inside turns"):
         parse(content, "A", image="a.png")
@@ -79,6 +86,7 @@ def test_images_inside_and_at_top_level_are_refused() -> None:
 
 
 def test_text_that_looks_like_a_mark_is_text_where_no_image_is_declared() -> None:
+    """In a row without images, in the text of a part, and where it spells a special token."""
     html, literal = formats.read(CASES / "d06_literal_tokens.json")
     said = "Explain the SVG tag <image> and the marker <video>."
     assert html.turns[0].parts == (Text(said),)
@@ -103,6 +111,7 @@ def test_text_that_looks_like_a_mark_is_text_where_no_image_is_declared() -> Non
     ],
 )
 def test_a_line_of_marks_without_media_is_a_lost_picture(text: str) -> None:
+    """At either end of what a user says, also beside a picture inside the turn."""
     inside = [{"type": "image", "image": "a.png"}, {"type": "text", "text": text}]
     for content in (text, inside):
         with pytest.raises(BadSample, match=r"turn 0 has \d marks? / 0 (image|video)s"):
@@ -111,6 +120,7 @@ def test_a_line_of_marks_without_media_is_a_lost_picture(text: str) -> None:
 
 
 def test_the_k_th_mark_in_reading_order_is_the_k_th_image() -> None:
+    """Over two turns, with the text around each mark kept."""
     (sample,) = formats.read(CASES / "d10_interleaved.json")
     assert sample.turns[0].parts == (Text("First "), Image("a64.png"), Text(" then"))
     assert sample.turns[2].parts == (
@@ -123,6 +133,7 @@ def test_the_k_th_mark_in_reading_order_is_the_k_th_image() -> None:
 
 
 def test_roles_come_from_their_field_and_never_from_parity() -> None:
+    """Each odd order has one outcome: kept as it is, or refused with the id."""
     samples = formats.read(CASES / "d11_bad_roles.json")
 
     def roles(index: int) -> list[str]:
@@ -165,6 +176,7 @@ IMAGE = (Image("a.png"), Text("Q"))
     ],
 )
 def test_content_of_every_known_shape_is_understood(content: Any, keys: Any, parts: Any) -> None:
+    """Nulls count as absent; neighbouring texts are joined, and kept to the character."""
     assert parse(content, "A", **keys).turns == (
         Turn("user", parts),
         Turn("assistant", (Text("A"),)),
@@ -206,6 +218,7 @@ def test_content_of_every_known_shape_is_understood(content: Any, keys: Any, par
     ],
 )
 def test_what_is_not_understood_is_refused_by_name(content: Any, keys: Any, message: str) -> None:
+    """The message begins with the file, the row and the id."""
     with pytest.raises(BadSample, match=message) as caught:
         parse(content, "A", **keys)
     assert str(caught.value).startswith("t.json[0], id 'r': ")
@@ -230,11 +243,13 @@ def test_what_is_not_understood_is_refused_by_name(content: Any, keys: Any, mess
     ],
 )
 def test_a_turn_that_is_not_understood_is_refused_by_its_index(turn: Any, message: str) -> None:
+    """Missing, doubled and unknown keys, roles, and answers with nothing or a picture in them."""
     with pytest.raises(BadSample, match=message):
         formats.parse({"id": "r", "messages": [*row("Q", "A")["messages"], turn]}, "t.json[0]")
 
 
 def test_the_system_text_of_a_row_is_its_first_turn() -> None:
+    """An empty one is none, and a second one is refused."""
     assert parse("Q", "A", system="S").turns[0] == Turn("system", (Text("S"),))
     assert parse("Q", "A", system="").turns == parse("Q", "A", system=None).turns
     with pytest.raises(BadSample, match="turn 1 has role 'system'"):
@@ -242,11 +257,13 @@ def test_the_system_text_of_a_row_is_its_first_turn() -> None:
 
 
 def test_notes_of_the_author_change_nothing() -> None:
+    """Keys at top level that name no media."""
     assert parse("Q", "A", source="web", width=3, image_id=7) == parse("Q", "A")
 
 
 @pytest.mark.parametrize("name", [True, [1], {"a": 1}])
 def test_an_id_that_is_no_name_is_refused(name: Any) -> None:
+    """Numbers are names, and the empty string is none."""
     with pytest.raises(BadSample, match=r"t.json\[0\]: the id is"):
         formats.parse(row("Q", "A", id=name), "t.json[0]")
     assert formats.parse(row("Q", "A", id=""), "t.json[0]").name == "t.json[0]"
@@ -272,6 +289,7 @@ def test_a_broken_line_is_named_by_its_number_and_spares_the_others(tmp_path: Pa
 
 
 def test_a_file_that_is_no_list_of_rows_is_refused_by_name(tmp_path: Path) -> None:
+    """A row that is no object is refused only when it is asked for."""
     for name, content, message in [
         ("a.json", b"{}", "a.json holds empty, needs a list of rows"),
         ("b.json", b"[1,", "b.json is not JSON"),
@@ -289,12 +307,14 @@ def test_a_file_that_is_no_list_of_rows_is_refused_by_name(tmp_path: Path) -> No
 
 
 def test_an_empty_file_has_no_samples(tmp_path: Path) -> None:
+    """Of both kinds."""
     (tmp_path / "a.jsonl").write_text("\n")
     (tmp_path / "b.json").write_text("[]")
     assert len(formats.read(tmp_path / "a.jsonl")) == len(formats.read(tmp_path / "b.json")) == 0
 
 
 def test_samples_and_errors_travel_to_and_from_other_processes() -> None:
+    """As a loader with workers sends them."""
     samples = pickle.loads(pickle.dumps(formats.read(CASES / "d04_mixed_schema.jsonl")))
     assert samples[-2:] == [samples[4], samples[5]]
     assert list(samples) == list(formats.read(CASES / "d04_mixed_schema.jsonl"))

@@ -34,6 +34,7 @@ PUBLISHED = Pixels(16, 2, 2, 65_536, 16_777_216, HALF, HALF)
 
 
 def budget(low: int, high: int, **changes: Any) -> Pixels:
+    """The published settings with another budget."""
     return attrs.evolve(PUBLISHED, min_pixels=low, max_pixels=high, **changes)
 
 
@@ -45,12 +46,14 @@ def noise(width: int, height: int, mode: str = "RGB") -> Image.Image:
 
 
 def saved(image: Image.Image, kind: str, **options: Any) -> bytes:
+    """The bytes of a picture in a file of this kind."""
     file = io.BytesIO()
     image.save(file, kind, **options)
     return file.getvalue()
 
 
 def url(content: bytes, kind: str = "png") -> str:
+    """A data URL of these bytes."""
     return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
 
 
@@ -93,6 +96,7 @@ def test_sides_are_multiples_of_a_block_within_the_budget(
 def test_resize_agrees_with_transformers(
     height: int, width: int, patch: int, low: int, high: int
 ) -> None:
+    """For any size and budget that it takes."""
     assume(max(height, width) <= 200 * min(height, width))
     pixels = budget(min(low, high), high, patch=patch)
     theirs = smart_resize(height, width, patch * 2, pixels.min_pixels, pixels.max_pixels)
@@ -100,6 +104,7 @@ def test_resize_agrees_with_transformers(
 
 
 def test_too_thin_pictures_are_refused_by_name() -> None:
+    """A ratio of exactly 200 passes above."""
     with pytest.raises(ValueError, match=r"4001x20 has an aspect ratio of 200.05, above 200"):
         media.resize(20, 4001, PUBLISHED)
     with pytest.raises(ValueError, match=r"'ratio200.png': 2001x10 .* 200.10"):
@@ -146,6 +151,7 @@ def test_colours_agree_with_transformers(name: str) -> None:
 
 
 def test_transparent_pixels_become_white() -> None:
+    """In a palette with one transparent entry."""
     palette = Image.new("P", (2, 1))
     palette.putpalette([10, 20, 30, 40, 50, 60])
     palette.putpixel((1, 0), 1)
@@ -155,6 +161,7 @@ def test_transparent_pixels_become_white() -> None:
 
 
 def test_of_sixteen_bits_the_upper_eight_are_kept() -> None:
+    """Float values have no known range and are refused."""
     values = np.array([[0, 255, 256, 40_000, 65_535]], dtype=np.uint16)
     for kind in ("png", "tiff"):
         rgb = media.open_image(url(saved(Image.fromarray(values), kind), kind), CASES)
@@ -165,6 +172,7 @@ def test_of_sixteen_bits_the_upper_eight_are_kept() -> None:
 
 
 def test_a_picture_is_turned_upright_before_anything_else() -> None:
+    """From a file and from a data URL alike."""
     assert media.size_of("exif6.jpg", CASES) == (96, 48)
     assert media.grid("exif6.jpg", CASES, PUBLISHED) == (24, 12)
     for source in ("exif6.jpg", url((CASES / "exif6.jpg").read_bytes(), "jpeg")):
@@ -189,6 +197,7 @@ def late_exif(content: bytes) -> bytes:
 def test_each_orientation_is_turned_and_the_header_gives_its_size(
     kind: str, orientation: int
 ) -> None:
+    """Also where a PNG has its orientation behind the pixels."""
     exif = Image.Exif()
     exif[0x112] = orientation
     content = saved(noise(48, 32), kind.split()[-1], exif=exif)
@@ -203,6 +212,7 @@ def test_each_orientation_is_turned_and_the_header_gives_its_size(
 
 
 def chunk(kind: bytes, content: bytes) -> bytes:
+    """One chunk of a PNG file."""
     check = zlib.crc32(kind + content)
     return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", check)
 
@@ -219,6 +229,7 @@ def test_sizes_are_read_without_decoding() -> None:
 
 
 def test_a_file_that_unpacks_to_too_much_is_refused() -> None:
+    """By its header, whose claim is 10 000 megapixels in a few bytes."""
     head = struct.pack(">IIBBBBB", 100_000, 100_000, 8, 2, 0, 0, 0)
     content = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", b"")
     with pytest.raises(ValueError, match=r"cannot be read: .*10000000000 pixels"):
@@ -239,6 +250,7 @@ def test_a_file_that_unpacks_to_too_much_is_refused() -> None:
     ],
 )
 def test_a_file_that_is_no_picture_is_refused_by_name_and_cause(name: str, message: str) -> None:
+    """A source too long for a message is cut short in it."""
     with pytest.raises(ValueError, match=message):
         media.open_image(name, CASES)
 
@@ -263,6 +275,7 @@ def test_no_outside_program_reads_a_picture() -> None:
     ],
 )
 def test_a_data_url_that_is_no_picture_is_refused(source: str, message: str) -> None:
+    """Of another type, not in base64, empty, or of other bytes."""
     with pytest.raises(ValueError, match=message):
         media.size_of(source, CASES)
 
@@ -325,11 +338,13 @@ VISION = {"patch_size": 16, "temporal_patch_size": 2, "spatial_merge_size": 2}
 
 
 def write(folder: Path, settings: Any, vision: Any = VISION) -> None:
+    """Write the settings of a published folder."""
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     (folder / "config.json").write_text(json.dumps({"vision_config": vision}))
 
 
 def test_pixels_are_read_from_a_folder_in_each_of_its_spellings(tmp_path: Path) -> None:
+    """Where both are there, `max_pixels` wins, as in transformers."""
     write(tmp_path, SETTINGS)
     assert media.pixels_of(tmp_path) == PUBLISHED
     old = {k: v for k, v in SETTINGS.items() if k != "size"}
@@ -348,6 +363,7 @@ def test_pixels_are_read_from_a_folder_in_each_of_its_spellings(tmp_path: Path) 
 
 
 def test_pixels_that_transformers_saves_are_read(tmp_path: Path) -> None:
+    """In the form of the installed version."""
     Qwen2VLImageProcessorPil(**deepcopy(SETTINGS)).save_pretrained(tmp_path)
     assert media.pixels_of(tmp_path) == PUBLISHED
 
@@ -369,12 +385,14 @@ def test_pixels_that_transformers_saves_are_read(tmp_path: Path) -> None:
 def test_a_folder_that_asks_for_something_else_is_refused(
     tmp_path: Path, changes: Any, vision: Any, message: str
 ) -> None:
+    """By the file, the key and both values."""
     write(tmp_path, {**SETTINGS, **changes}, vision)
     with pytest.raises(ValueError, match=message):
         media.pixels_of(tmp_path)
 
 
 def test_a_budget_below_one_block_is_refused() -> None:
+    """And so are sizes below one, and pictures that are not RGB."""
     with pytest.raises(ValueError, match=r"max_pixels=1000 is less than .* one block of 32x32"):
         budget(1, 1000)
     with pytest.raises(ValueError, match="merge=0, needs at least 1"):
