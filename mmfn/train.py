@@ -59,12 +59,13 @@ def make_step(
     again. Nothing in a step waits for the device.
     """
 
-    def step(state: TrainState, batches: Sequence[Any]) -> tuple[TrainState, dict[str, Tensor]]:
-        def objective(params: Any, batch: Any) -> Tensor:
-            whole = params if state.frozen is None else tree.combine(params, state.frozen)
-            return loss(whole, batch)
+    def objective(params: Any, batch: Any, frozen: Any) -> Tensor:
+        return loss(params if frozen is None else tree.combine(params, frozen), batch)
 
-        value, grads = accumulate(value_and_grad(objective))(state.params, batches)
+    total = accumulate(value_and_grad(objective))
+
+    def step(state: TrainState, batches: Sequence[Any]) -> tuple[TrainState, dict[str, Tensor]]:
+        value, grads = total(state.params, batches, state.frozen)
         measured = optim.gradients(grads, norm)
         rate = optimizer.rate(state.optimizer)
         params, own = optimizer.update(measured, state.optimizer, state.params, donate=donate)

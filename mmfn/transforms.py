@@ -37,17 +37,17 @@ def value_and_grad(fn: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Any
 
 def accumulate(
     fn: Callable[..., tuple[Tensor, Any]],
-) -> Callable[[Any, Sequence[Any]], tuple[Tensor, Any]]:
-    """Make a function that sums `fn(params, batch)`, a value and a gradient, over batches.
+) -> Callable[..., tuple[Tensor, Any]]:
+    """Make a function that sums `fn(params, batch, ...)`, a value and a gradient, over batches.
 
     Losses are divided by the count of the whole step already, so a sum is what is wanted.
     """
 
-    def run(params: Any, batches: Sequence[Any]) -> tuple[Tensor, Any]:
-        value, grads = fn(params, batches[0])
+    def run(params: Any, batches: Sequence[Any], *args: Any) -> tuple[Tensor, Any]:
+        value, grads = fn(params, batches[0], *args)
         total = tree.leaves(grads)
         for batch in batches[1:]:
-            more, grads_more = fn(params, batch)
+            more, grads_more = fn(params, batch, *args)
             value = value + more
             torch._foreach_add_(total, tree.leaves(grads_more))
         return value, grads
@@ -74,13 +74,16 @@ def remat(stack: Stack, policy: Policy | None = None) -> Stack:
         each: Sequence[Any],
         keep: Sequence[int] = (),
     ) -> tuple[Tensor, list[Tensor]]:
-        def again(*inputs: Any) -> Tensor:
-            result: Tensor = checkpoint(
+        return stack(
+            lambda *inputs: checkpoint(
                 block, *inputs, use_reentrant=False, preserve_rng_state=False, **options
-            )
-            return result
-
-        return stack(again, layers, x, *args, each=each, keep=keep)
+            ),
+            layers,
+            x,
+            *args,
+            each=each,
+            keep=keep,
+        )
 
     return run
 

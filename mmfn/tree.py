@@ -17,9 +17,6 @@ from torch.utils import _pytree as pytrees
 Class = TypeVar("Class", bound=type)
 Tree = TypeVar("Tree")
 
-_UNSET: Any = object()
-
-
 @dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(attrs.field,))
 def pytree(cls: Class) -> Class:
     """Make a frozen class whose fields are the children of a tree node.
@@ -30,20 +27,6 @@ def pytree(cls: Class) -> Class:
     made = attrs.frozen(slots=False, eq=False, init=False)(cls)
     names = tuple(field.name for field in attrs.fields(made))
     defaults = {f.name: f.default for f in attrs.fields(made) if f.default is not attrs.NOTHING}
-
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        if len(args) > len(names):
-            raise TypeError(f"{made.__name__} takes {len(names)} fields, got {len(args)}")
-        values = dict(zip(names, args, strict=False))
-        for name, value in kwargs.items():
-            if name not in names or name in values:
-                raise TypeError(f"{made.__name__} has no free field {name!r}; it has {names}")
-            values[name] = value
-        for name in names:
-            value = values.get(name, defaults.get(name, _UNSET))
-            if value is _UNSET:
-                raise TypeError(f"{made.__name__} lacks field {name!r}")
-            object.__setattr__(self, name, value)
 
     def flatten(node: Any) -> tuple[list[Any], tuple[str, ...]]:
         present = tuple(name for name in names if getattr(node, name) is not None)
@@ -61,7 +44,9 @@ def pytree(cls: Class) -> Class:
             object.__setattr__(node, name, child)
         return node
 
-    made.__init__ = __init__
+    # A lambda: checkers of annotations wrap every `def`, and Dynamo cannot look into the wrapper of
+    # an `__init__`.
+    made.__init__ = lambda node, *args, **kwargs: _set_fields(node, names, defaults, args, kwargs)
     made.__tree_fields__ = names
     pytrees.register_pytree_node(
         made,
@@ -71,6 +56,27 @@ def pytree(cls: Class) -> Class:
         flatten_with_keys_fn=flatten_with_keys,
     )
     return made
+
+
+def _set_fields(
+    node: Any,
+    names: tuple[str, ...],
+    defaults: dict[str, Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Do what the `__init__` of a frozen class does."""
+    if len(args) > len(names):
+        raise TypeError(f"{type(node).__name__} takes {len(names)} fields, got {len(args)}")
+    values = dict(zip(names, args, strict=False))
+    for name, value in kwargs.items():
+        if name not in names or name in values:
+            raise TypeError(f"{type(node).__name__} has no free field {name!r}; it has {names}")
+        values[name] = value
+    for name in names:
+        if name not in values and name not in defaults:
+            raise TypeError(f"{type(node).__name__} lacks field {name!r}")
+        object.__setattr__(node, name, values[name] if name in values else defaults[name])
 
 
 def evolve(node: Tree, **changes: Any) -> Tree:

@@ -101,10 +101,12 @@ def encoded(name: str, labels: str = "all") -> Encoded:
     return Encoded(name, tokens, supervised, tuple(runs), np.concatenate(parts))
 
 
-def batch(*samples: Encoded, tokens: int = 96, normalise: str = "token") -> Batch:
+def batch(
+    *samples: Encoded, tokens: int = 96, normalise: pack.Normalise = "token", **least: int
+) -> Batch:
     """Pack samples in one row whose loss is divided by its own count."""
     packed, counts = pack.collate(
-        [list(samples)], geometry=GEOMETRY, tokens=tokens, normalise=normalise
+        [list(samples)], geometry=GEOMETRY, tokens=tokens, normalise=normalise, **least
     )
     return pack.with_count([packed], counts.divisor(normalise))[0]
 
