@@ -9,7 +9,7 @@ def number(value: int | float | None) -> str:
     """Write a number in four digits or as a whole one with separators; nothing for None.
 
     >>> number(0.98765), number(0.00001234), number(1234567), number(1234567.8), number(12.0)
-    ('0.9877', '1.23e-05', '1,234,567', '1,234,568', '12')
+    ('0.9877', '1.23e-5', '1,234,567', '1,234,568', '12')
     """
     if value is None:
         return ""
@@ -18,7 +18,8 @@ def number(value: int | float | None) -> str:
     if isinstance(value, int) or abs(value) >= 1000:
         return f"{value:,.0f}"
     if value != 0 and abs(value) < 1e-3:
-        return f"{value:.2e}"
+        mantissa, exponent = f"{value:.2e}".split("e")
+        return f"{float(mantissa):g}e{int(exponent)}"
     return f"{value:.4g}"
 
 
