@@ -1,0 +1,72 @@
+"""Our side: the same step as a function, samples packed in one row, float32 weights and moments.
+
+`compiled` is the whole step, gradients and update, as one graph; `eager` is the same code as it is.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import worker
+from shapes import MERGE, PATCH_DIM, Sample, samples
+
+from mmfn import device, optim, schedules, train, transforms, weights
+from mmfn.batch import Batch
+from mmfn.compute import Compute
+from mmfn.data import pack
+from mmfn.data.encoded import Encoded, Geometry, Run
+from mmfn.models import hub, qwen3_vl
+
+ROW = 64
+"""The row of tokens is padded to a multiple of this."""
+
+
+def packed(made: list[Sample], side: int) -> tuple[Batch, ...]:
+    """Pack all samples of a step in one row; `side` is that of the table of learned positions."""
+    encoded = [
+        Encoded(
+            name=str(index),
+            tokens=sample.tokens,
+            supervised=sample.supervised,
+            runs=(Run(1, sample.grid, sample.grid),) if sample.grid else (),
+            patches=sample.patches,
+        )
+        for index, sample in enumerate(made)
+    ]
+    tokens = sum(len(sample.tokens) for sample in made)
+    geometry = Geometry(merge=MERGE, side=side, patch_dim=PATCH_DIM)
+    batch, counts = pack.collate([encoded], geometry=geometry, tokens=-(-tokens // ROW) * ROW)
+    return pack.with_count([batch], counts.divisor("token"))
+
+
+def make(job: worker.Job) -> Callable[[], float]:
+    """Read the weights that the other side wrote, and build the step over them."""
+    cpu = device.resolve("cpu")
+    cfg = hub.read_config(job.folder)
+    # In float32 there is nothing to cast to.
+    compute = Compute(ops=cpu.ops, dtype=None if job.dtype == torch.float32 else job.dtype)
+    optimizer = optim.chain(
+        optim.clip_by_global_norm(worker.CLIP),
+        optim.adamw(
+            schedules.constant(worker.LEARNING_RATE),
+            betas=worker.BETAS,
+            groups=optim.Group(decay=worker.DECAY),
+            kernel=cpu.adamw,
+        ),
+    )
+    state = train.start(weights.load(qwen3_vl.abstract(cfg), job.folder), optimizer)
+    advance = train.make_step(partial(qwen3_vl.loss, cfg=cfg, compute=compute), optimizer)
+    if job.form == "compiled":
+        advance = transforms.compile_step(advance)
+    batches = packed(samples(job.shape, job.seed), cfg.vision.side)
+
+    def step() -> float:
+        nonlocal state
+        state, metrics = advance(state, batches)
+        return metrics["loss"].item()
+
+    return step
+
+
+if __name__ == "__main__":
+    worker.serve(make)
