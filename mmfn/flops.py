@@ -49,8 +49,8 @@ def gemm_rate(
 def peak(name: str, dtype: torch.dtype, override: int | float | None = None) -> float | None:
     """Give the peak FLOP/s of a device, or `override`; None where no peak is published.
 
-    The name is one that torch gives a device, or `cuda` or `npu` for the one in use, or `cpu`,
-    whose rate is measured. Published are the rates of bfloat16 and float16 on those of `PEAKS`.
+    The name is one that torch gives a device, or `cpu`, whose rate is measured. Published are the
+    rates of bfloat16 and float16 on those of `PEAKS`.
 
     Raises:
         ValueError: `override` is not positive.
@@ -63,8 +63,6 @@ def peak(name: str, dtype: torch.dtype, override: int | float | None = None) -> 
         return gemm_rate(dtype)
     if dtype not in (torch.bfloat16, torch.float16):
         return None
-    if name in ("cuda", "npu"):
-        name = getattr(torch, name).get_device_name()
     matches = [part for part in PEAKS if part in name]
     return PEAKS[max(matches, key=len)] if matches else None
 

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mmfn import flops, memory, tree
 from mmfn.batch import Batch
+from mmfn.device import resident_bytes
 from mmfn.models import flops as model_flops
 from mmfn.models import qwen3_vl
 from mmfn.models.flops import Lengths
@@ -136,14 +137,6 @@ def test_peaks_are_found_by_the_name_of_the_device(name: str, rate: float | None
     assert flops.peak(name, torch.float32) is None
 
 
-def test_the_peak_of_a_kind_of_device_is_that_of_the_one_in_use(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A run knows its device as `cuda`."""
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    assert flops.peak("cuda", torch.bfloat16) == 989.5e12
-
-
 def test_a_peak_that_is_given_is_taken() -> None:
     """For every device and dtype, if it can be one."""
     assert flops.peak("Ascend910B3", torch.float32, 320e12) == 320e12
@@ -158,10 +151,10 @@ def test_utilisation_is_the_share_of_the_peak() -> None:
 
 
 def test_the_peak_of_memory_covers_what_was_freed() -> None:
-    """256 MiB more than before, after they are gone."""
+    """64 MiB above all before, after they are gone."""
     before = memory.peak_bytes()
-    assert before > 2**20
-    block = bytearray(before + 2**28)
-    block[:: 2**12] = b"x" * len(block[:: 2**12])
+    assert before >= resident_bytes() > 2**20
+    block = bytearray(before - resident_bytes() + 2**26)
+    block[:: 2**12] = b"x" * len(block[:: 2**12])  # A page that is not written is not there.
     del block
-    assert memory.peak_bytes() >= before + 2**28
+    assert memory.peak_bytes() >= before + 2**25
