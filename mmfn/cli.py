@@ -9,9 +9,12 @@ YAML is read as version 1.2 has it, without tags and aliases: `1e-5` is a number
 `010` is ten.
 """
 
+import inspect
 import json
 import re
+import shutil
 import sys
+import textwrap
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -209,5 +212,9 @@ def _help(config_class: type[Any], prog: str, description: str) -> NoReturn:
             "config": attrs.field(type=file_kind, default=None),
         },
     )
-    tyro.cli(page, prog=prog, description=description, args=["--help"])
+    # The page would join the lines of a paragraph to one, however long.
+    width = min(shutil.get_terminal_size().columns, 100)
+    for paragraph in inspect.cleandoc(description).split("\n\n"):
+        print(textwrap.fill(paragraph, width), end="\n\n")
+    tyro.cli(page, prog=prog, description="", args=["--help"])
     raise SystemExit(0)

@@ -141,7 +141,11 @@ def build(
     lines = [f"{show(name)} is not given, needs {needs(known[name].kind)}" for name in missing]
     if lines := [*problems, *lines]:
         raise ValueError("\n".join(lines))
-    made: Config = _build(config_class, whole, "")
+    try:
+        made: Config = _build(config_class, whole, "")
+    except ValueError as error:
+        # Validators of attrs add what they looked at to the message.
+        raise ValueError(str(error.args[0])) from error
     return made
 
 

@@ -330,7 +330,9 @@ def test_help_shows_every_flag_with_its_default_and_text(
     """And no other flag; wherever it stands, the program ends with 0 and says nothing else."""
     monkeypatch.setenv("COLUMNS", "100")
     with pytest.raises(SystemExit) as ended:
-        cli.parse(Config, ["--lr", "--help"], prog="tune", description="Tune a model.")
+        cli.parse(
+            Config, ["--lr", "--help"], prog="tune", description=f"Tune it.\n\n{'word ' * 50}"
+        )
     assert ended.value.code == 0
     said = capsys.readouterr()
     assert said.err == ""
@@ -340,7 +342,7 @@ def test_help_shows_every_flag_with_its_default_and_text(
     page = " ".join(said.out.replace("│", " ").split())
     for part in (
         "usage: tune",
-        "Tune a model.",
+        "Tune it. word word",
         "Folder of the run. (required)",
         "Peak of the learning rate, per step. (default: 2e-05)",
         "{raise,drop} What becomes of a longer one. (default: raise)",

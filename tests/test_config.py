@@ -141,6 +141,7 @@ class Checked:
     """A class that refuses some of its own values."""
 
     steps: int = attrs.field(default=1, validator=attrs.validators.gt(0))
+    side: int = attrs.field(default=8, validator=attrs.validators.in_((8, 16)))
 
 
 def test_what_a_class_itself_refuses_is_a_problem_like_any_other() -> None:
@@ -148,6 +149,8 @@ def test_what_a_class_itself_refuses_is_a_problem_like_any_other() -> None:
     assert config.from_dict(Checked, {"steps": 2}) == Checked(2)
     with pytest.raises(ValueError, match="'steps' must be > 0: 0"):
         config.from_dict(Checked, {"steps": 0})
+    with pytest.raises(ValueError, match=r"^'side' must be in \(8, 16\) \(got 9\)$"):
+        config.from_dict(Checked, {"side": 9})
 
 
 @attrs.frozen
