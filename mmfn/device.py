@@ -25,6 +25,8 @@ class Device:
     """Its fused AdamW, for `optim.adamw`."""
     memory: Callable[[], int]
     """Bytes in use: resident memory of the process on the CPU, allocated memory elsewhere."""
+    model: str
+    """What the maker calls it, as torch tells; `cpu` for any CPU."""
 
     @property
     def torch(self) -> torch.device:
@@ -46,7 +48,7 @@ def resolve(name: str) -> Device:
         case "cpu":
             from mmfn.kernels import cpu
 
-            return Device("cpu", cpu.OPS, cpu.adamw_, resident_bytes)
+            return Device(name, cpu.OPS, cpu.adamw_, resident_bytes, name)
         case "cuda":
             if not torch.cuda.is_available():
                 raise ValueError(
@@ -54,7 +56,8 @@ def resolve(name: str) -> Device:
                 )
             from mmfn.kernels import cuda
 
-            return Device("cuda", cuda.OPS, cuda.adamw_, torch.cuda.memory_allocated)
+            model = torch.cuda.get_device_name()
+            return Device(name, cuda.OPS, cuda.adamw_, torch.cuda.memory_allocated, model)
         case "npu":
             raise ValueError(_npu_problem())
         case _:
@@ -69,7 +72,7 @@ def _npu_problem() -> str:
         )
     plugin = importlib.import_module("torch_npu")
     version = getattr(plugin, "__version__", "?")
-    return f"device 'npu' was asked for; torch_npu {version} is here, but its kernels are not in mmfn yet"
+    return f"device 'npu' was asked for; torch_npu {version} is here, but mmfn has no kernels for it yet"
 
 
 def resident_bytes() -> int:

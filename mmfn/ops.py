@@ -76,7 +76,7 @@ def rotary(
 ) -> Float[Tensor, "tokens *heads head_dim"]:
     """Turn the pairs (i, i + head_dim/2) of each head by the angles of its token.
 
-    Source: Su et al. 2021, arXiv:2104.09864, section 3.4; the two halves are paired, not neighbours.
+    Source: Su et al. 2021, arXiv:2104.09864, section 3.4; halves are paired, not neighbours.
     """
     shape = (len(x), *(1,) * (x.ndim - 2), x.shape[-1])
     first, second = wide(x).chunk(2, -1)

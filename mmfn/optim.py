@@ -251,7 +251,7 @@ def adamw(
 
 @pytree
 class Momentum:
-    """State of SGD: number of updates so far, running sum of gradients (absent without momentum)."""
+    """State of SGD: number of updates so far, running sum of gradients (if momentum)."""
 
     count: Tensor
     mean: Any

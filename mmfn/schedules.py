@@ -1,4 +1,4 @@
-"""Learning rates as functions of the number of updates so far, computed on the device in float32."""
+"""Learning rates as functions of the number of updates so far, in float32 on the device."""
 
 import math
 

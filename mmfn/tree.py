@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytrees
 Class = TypeVar("Class", bound=type)
 Tree = TypeVar("Tree")
 
+
 @dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(attrs.field,))
 def pytree(cls: Class) -> Class:
     """Make a frozen class whose fields are the children of a tree node.

@@ -185,7 +185,7 @@ def layer_norm(x: Tensor, params: Affine) -> Tensor:
 def embed(
     patch: Affine, places: Float[Tensor, "places vision_embed"], media: Media
 ) -> Float[Tensor, "patches vision_embed"]:
-    """Map pixels by one matrix product and add the learned positions, blended in float32 at least."""
+    """Map pixels by one matrix product; add learned positions, blended in float32 at least."""
     x = op.linear(media.patches.to(patch.weight.dtype), patch.weight.flatten(1), patch.bias)
     table = op.wide(places)
     learned = sum(table[media.places[i]] * media.blend[i, :, None] for i in range(4))
@@ -232,7 +232,7 @@ def merge(
 def encode(
     params: Tower, media: Media, cfg: Config, compute: Compute
 ) -> tuple[Float[Tensor, "features embed"], tuple[Float[Tensor, "features embed"], ...]]:
-    """Encode all pictures and frames: features for the tokens, and deep ones for the first layers."""
+    """Encode pictures and frames: features for the tokens, and deep ones for the first layers."""
     # The table is blended in float32, so it is not cast.
     x = embed(compute.ready(params.patch), compute.gather(params.places), media)
     cos, sin = angles(media.positions, cfg.embed // cfg.heads)

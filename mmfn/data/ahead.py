@@ -1,5 +1,6 @@
 """Results worked out ahead, in order, by other processes."""
 
+import signal
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar, cast
 
@@ -21,6 +22,11 @@ class _Guarded:
             return self.function(item)
         except ValueError as error:
             return error
+
+
+def _ignore_interrupt(worker: int) -> None:
+    """Leave Ctrl-C, which reaches all processes of a terminal, to the main one."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _same(value: Value) -> Value:
@@ -48,6 +54,7 @@ def ordered(
             prefetch_factor=prefetch,
             collate_fn=_same,
             generator=torch.Generator(),  # Else it would draw from the global stream.
+            worker_init_fn=_ignore_interrupt,
         )
     )
     try:

@@ -18,10 +18,11 @@ from pathlib import Path
 
 import attrs
 import numpy as np
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from mmfn import files
 from mmfn.data import media
+from mmfn.data import tokenizer as tokenizers
 from mmfn.data.encoded import Encoded, Run
 from mmfn.data.media import Pixels
 from mmfn.data.sample import BadSample, Sample, Text, TooLong, Turn
@@ -116,9 +117,7 @@ def load(folder: Path | str, max_tokens: int) -> Chat:
         ValueError: a part is missing, or `config.json` names other ids than the tokenizer.
     """
     folder = Path(folder)
-    if not (folder / "tokenizer.json").is_file():
-        raise ValueError(f"{folder / 'tokenizer.json'} is missing")
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    tokenizer = tokenizers.load(folder)
     special = special_of(tokenizer)
     config = files.read_json(folder / "config.json")
     keys = {

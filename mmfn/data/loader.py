@@ -104,6 +104,10 @@ def _attempt(reads: Generator[_Read, None, None]) -> tuple[_Read, Exception | No
         return _Read(0, (), pack.Counts(), ()), error
 
 
+def _lay_out(loader: "Loader") -> plans.Schedule:
+    return plans.schedule(loader.scan.tokens, loader.plan)
+
+
 @attrs.frozen(eq=False)
 class Loader:
     """Reads the steps of a run on one data rank; has no state."""
@@ -127,12 +131,11 @@ class Loader:
     """Steps that each worker holds ready."""
     collate: Callable[..., tuple[Batch, pack.Counts]] = pack.collate
     """`pack.collate`, or `partial` of it with other sizes of padding."""
-    schedule: plans.Schedule = attrs.field(init=False)
+    schedule: plans.Schedule = attrs.field(
+        init=False,
+        default=attrs.Factory(_lay_out, takes_self=True),
+    )
     """All epochs, laid out."""
-
-    @schedule.default
-    def _lay_out(self) -> plans.Schedule:
-        return plans.schedule(self.scan.tokens, self.plan)
 
     def __len__(self) -> int:
         """Count the steps of all epochs."""

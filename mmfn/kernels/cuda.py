@@ -6,8 +6,8 @@ from torch import Tensor
 
 from mmfn import ops as op
 from mmfn.batch import Segments
-from mmfn.kernels.loss import cross_entropy
 from mmfn.kernels.cpu import adamw_ as adamw_
+from mmfn.kernels.loss import cross_entropy
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, *, causal: bool) -> Tensor:

@@ -1,0 +1,303 @@
+"""What a run of the recipe works on: model, tokenizer, samples; from folders or embedded."""
+
+import fnmatch
+import json
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+import transformers
+
+import mmfn
+from mmfn import param, tree
+from mmfn.data import chat as chats
+from mmfn.data import digits, formats, media, scan
+from mmfn.data import plan as plans
+from mmfn.data import tokenizer as tokenizers
+from mmfn.data.encoded import Geometry
+from mmfn.data.loader import Loader
+from mmfn.data.sample import Sample
+from mmfn.device import Device
+from mmfn.evaluate import Answer
+from mmfn.models import hub, qwen3_vl, vision
+from mmfn.recipes.qwen3vl_config import Config
+from mmfn.report import Shown
+
+
+@attrs.frozen(eq=False)
+class Job:
+    """All that a run needs besides its flags."""
+
+    config: qwen3_vl.Config
+    abstract: qwen3_vl.Qwen3VL
+    chat: chats.Chat
+    geometry: Geometry
+    train: Sequence[Sample]
+    held_out: Sequence[Sample]
+    root: Path
+    """Folder that the samples' pictures are in."""
+    trained: Callable[[str, Any], bool]
+    """Whether the weight of this path is trained."""
+    files: Mapping[str, bytes | str]
+    """What an exported folder holds besides weights, where no source folder has it."""
+
+    @property
+    def headline(self) -> str:
+        """Say in a line what is trained on what."""
+        total = param.count(self.abstract)
+        kept, _ = tree.partition(self.trained, self.abstract)
+        return (
+            f"Qwen3-VL of {total:,} parameters, {param.count(kept):,} of them trained, "
+            f"on {len(self.train):,} samples; {len(self.held_out):,} held out"
+        )
+
+
+DIGITS = 2876
+"""Samples of an epoch of digits: each picture alone once, and as many pairs."""
+
+
+def load(cfg: Config) -> Job:
+    """Read model config, tokenizer and samples: cheap things first, weights not at all."""
+    assert cfg.data.max_tokens is not None
+    if cfg.model.path is None:
+        return _digits(cfg)
+    assert cfg.data.train is not None
+    if not cfg.model.path.is_dir():
+        raise ValueError(f"--model.path={cfg.model.path} is not a folder")
+    for flag, path in (("--data.train", cfg.data.train), ("--data.eval", cfg.data.eval)):
+        if path is not None and not path.is_file():
+            raise ValueError(f"{flag}={path} is not a file")
+    root = cfg.data.media_root or cfg.data.train.parent
+    if not root.is_dir():
+        raise ValueError(f"--data.media-root={root} is not a folder")
+    model = hub.read_config(cfg.model.path)
+    chat = chats.load(cfg.model.path, cfg.data.max_tokens)
+    chat = attrs.evolve(chat, pixels=_budget(chat.pixels, cfg))
+    held_out = formats.read(cfg.data.eval) if cfg.data.eval is not None else ()
+    return _job(cfg, model, chat, formats.read(cfg.data.train), held_out, root, {})
+
+
+def _digits(cfg: Config) -> Job:
+    """Make the embedded job: a small model of the same architecture, and handwritten digits."""
+    assert cfg.data.max_tokens is not None
+    tokenizer = tokenizers.build(digits.texts(), vocab=320)
+    special = chats.special_of(tokenizer)
+    vocab = -(-len(tokenizer) // 32) * 32
+    model = qwen3_vl.Config(
+        vocab=vocab, embed=128, layers=4, heads=4, kv_heads=2, head_dim=32, mlp=384,
+        theta=10000.0, sections=(8, 4, 4), tied=True,
+        image_token=special.image_pad, video_token=special.video_pad,
+        vision_start_token=special.vision_start, vision_end_token=special.vision_end,
+        vision=vision.Config(
+            layers=4, embed=96, heads=4, mlp=288, patch=8, places=64, out=128, deepstack=(0, 1, 2)
+        ),
+    )  # fmt: skip
+    half = (0.5, 0.5, 0.5)
+    pixels = media.Pixels(8, 2, 2, min_pixels=256, max_pixels=65536, mean=half, std=half)
+    chat = chats.Chat(tokenizer, _budget(pixels, cfg), special, cfg.data.max_tokens)
+    published = {
+        "config.json": json.dumps(hub.to_hub(model), indent=2),
+        "preprocessor_config.json": json.dumps(_processor(pixels), indent=2),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        published |= {p.name: p.read_bytes() for p in Path(folder).iterdir() if p.is_file()}
+    train = digits.train(cfg.run.seed, DIGITS)
+    return _job(cfg, model, chat, train, digits.held_out(), Path(), published)
+
+
+def _processor(pixels: media.Pixels) -> dict[str, Any]:
+    """Write a pixel budget as the values of a `preprocessor_config.json`."""
+    return {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "processor_class": "Qwen3VLProcessor",
+        "size": {"shortest_edge": pixels.min_pixels, "longest_edge": pixels.max_pixels},
+        "patch_size": pixels.patch,
+        "temporal_patch_size": pixels.temporal,
+        "merge_size": pixels.merge,
+        "image_mean": list(pixels.mean),
+        "image_std": list(pixels.std),
+    }
+
+
+def _budget(pixels: media.Pixels, cfg: Config) -> media.Pixels:
+    return attrs.evolve(
+        pixels,
+        min_pixels=cfg.data.min_pixels or pixels.min_pixels,
+        max_pixels=cfg.data.max_pixels or pixels.max_pixels,
+    )
+
+
+def _job(
+    cfg: Config,
+    model: qwen3_vl.Config,
+    chat: chats.Chat,
+    train: Sequence[Sample],
+    held_out: Sequence[Sample],
+    root: Path,
+    published: Mapping[str, bytes | str],
+) -> Job:
+    tower = model.vision
+    abstract = qwen3_vl.abstract(model)
+    paths = tree.paths(abstract)
+    for pattern in cfg.train.freeze:
+        if not fnmatch.filter(paths, pattern):
+            raise ValueError(f"--train.freeze {pattern!r} matches no weight; see --run.verbose")
+    kept = {p for p in paths if not any(fnmatch.fnmatchcase(p, f) for f in cfg.train.freeze)}
+    if not kept:
+        raise ValueError(f"--train.freeze {' '.join(cfg.train.freeze)} leaves nothing to train")
+    return Job(
+        config=model,
+        abstract=abstract,
+        chat=chat,
+        geometry=Geometry(tower.merge, tower.side, tower.patch_dim),
+        train=train,
+        held_out=held_out,
+        root=root,
+        trained=lambda path, leaf: path in kept,
+        files=published,
+    )
+
+
+def training(cfg: Config, job: Job, note: Callable[[str], None]) -> tuple[Loader, int]:
+    """Measure the training samples and plan their steps; gives the loader and how many."""
+    found = _scan(cfg, job, job.train, cfg.data.on_long)
+    for message in (*found.long[:5], *found.bad[:5]):
+        note(f"left out {message}")
+    if found.long or found.bad:
+        note(f"left out {len(found.long)} too long and {len(found.bad)} bad of {found.total}")
+    if not found.supervised.any():
+        raise ValueError(f"none of {len(found.kept)} samples has an answer to train on")
+    assert cfg.data.row_tokens is not None
+    plan = plans.Plan(
+        tokens=cfg.data.row_tokens,
+        rows=cfg.data.rows,
+        accumulate=cfg.train.accumulate,
+        ranks=1,
+        epochs=cfg.train.epochs or 1,
+        seed=cfg.run.seed,
+        shuffle=cfg.data.shuffle,
+    )
+    steps = cfg.train.steps
+    if steps is not None:
+        # Epochs enough for the steps: each has the same number but for how rows happen to fill.
+        while len(loader := _loader(cfg, job, job.train, found, plan)) < steps:
+            more = -(-steps * plan.epochs // len(loader))
+            plan = attrs.evolve(plan, epochs=max(plan.epochs + 1, more))
+        return loader, steps
+    loader = _loader(cfg, job, job.train, found, plan)
+    return loader, len(loader)
+
+
+def evaluation(cfg: Config, job: Job) -> Loader | None:
+    """Plan one pass over the held-out samples; a sample too long for a row is left out."""
+    if not len(job.held_out):
+        return None
+    found = _scan(cfg, job, job.held_out, "drop")
+    assert cfg.data.row_tokens is not None
+    plan = plans.Plan(
+        tokens=cfg.data.row_tokens, rows=cfg.data.rows, accumulate=1, ranks=1, epochs=1,
+        seed=0, shuffle=False,
+    )  # fmt: skip
+    return attrs.evolve(_loader(cfg, job, job.held_out, found, plan), workers=0)
+
+
+def _scan(cfg: Config, job: Job, samples: Sequence[Sample], on_long: Any) -> scan.Scan:
+    assert cfg.data.max_tokens is not None
+    many = len(samples) > 10_000
+    return scan.scan(
+        samples,
+        partial(chats.measure, chat=job.chat, root=job.root),
+        tokens=cfg.data.max_tokens,
+        policy=_policy(cfg, on_long),
+        workers=cfg.data.workers if many else 0,
+    )
+
+
+def _policy(cfg: Config, on_long: Any) -> scan.Policy:
+    return scan.Policy(on_long=on_long, on_bad=cfg.data.on_bad, max_bad=cfg.data.max_bad)
+
+
+def _loader(
+    cfg: Config, job: Job, samples: Sequence[Sample], found: scan.Scan, plan: plans.Plan
+) -> Loader:
+    return Loader(
+        samples=samples,
+        encode=partial(chats.encode, chat=job.chat, root=job.root),
+        scan=found,
+        plan=plan,
+        geometry=job.geometry,
+        policy=_policy(cfg, cfg.data.on_long),
+        normalise=cfg.train.normalise,
+        workers=cfg.data.workers,
+    )
+
+
+def about(cfg: Config, job: Job, device: Device) -> dict[str, Any]:
+    """Say what ran: versions, commit, device."""
+    return {
+        "mmfn": mmfn.__version__,
+        "commit": _commit(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "device": device.name,
+    }
+
+
+def _commit() -> str:
+    """Give the commit of this checkout, marked where it has changes; `none` outside of one."""
+    git = ["git", "-C", str(Path(__file__).resolve().parent)]
+    try:
+        found = [
+            subprocess.run(
+                [*git, *words], capture_output=True, text=True, check=True
+            ).stdout.strip()
+            for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+        ]
+    except (OSError, subprocess.CalledProcessError):
+        return "none"
+    return found[0] + ("+changes" if found[1] else "")
+
+
+def choose(answers: Sequence[Answer], count: int) -> list[Answer]:
+    """Choose some answers to show: wrong ones first, at most half, the rest spread over all."""
+    wrong = [answer for answer in answers if not answer.right][: count // 2]
+    right = [answer for answer in answers if answer.right]
+    left = min(count - len(wrong), len(right))
+    return wrong + [right[i * len(right) // left] for i in range(left)]
+
+
+def show(answer: Answer, job: Job) -> Shown:
+    """Make what the report shows of an answer."""
+    pictures = [media.open_image(image.source, job.root) for image in answer.sample.images]
+    return Shown(pictures, answer.question, answer.expected, answer.given, answer.right)
+
+
+def answer_table(answers: Sequence[Answer]) -> str:
+    """Lay answers out as a table of text."""
+    rows = [("question", "pictures", "expected", "answer", "")]
+    for answer in answers:
+        rows.append(
+            (
+                _short(answer.question.strip()),
+                str(len(answer.sample.images)),
+                _short(answer.expected),
+                _short(answer.given),
+                "right" if answer.right else "wrong",
+            )
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(5)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= 60 else f"{line[:59]}…"
