@@ -167,8 +167,8 @@ class Config:
     run: Run = Run()
 
 
-DIGITS_STEPS = 700
-"""Measured: 0.98 and more of the held-out answers are right; fewer steps leave pairs unlearnt."""
+DIGITS_STEPS = 450
+"""Measured: 0.98 of the held-out answers are right; after 300 steps 0.97, after 150 0.88."""
 
 
 def resolve(cfg: Config) -> Config:

@@ -211,11 +211,11 @@ def test_each_orientation_is_turned_and_the_header_gives_its_size(
 
 
 def hollow(width: int, height: int) -> str:
-    """A PNG that ends before its pixels begin."""
+    """A PNG that ends where its pixels should begin."""
     head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     chunks = b"".join(
         struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-        for kind, body in ((b"IHDR", head), (b"IDAT", b""))
+        for kind, body in ((b"IHDR", head), (b"IDAT", b""), (b"IEND", b""))
     )
     return url(b"\x89PNG\r\n\x1a\n" + chunks)
 

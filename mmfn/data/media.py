@@ -234,6 +234,8 @@ def locate(source: str, root: Path | str) -> Path:
 def size_of(source: str, root: Path | str) -> tuple[int, int]:
     """Read the height and width of a picture, upright, without decoding it.
 
+    One that lacks the mark of its end is decoded, to find now whether it is cut short.
+
     Raises:
         ValueError: it cannot be found or its header cannot be read; names it and says why.
     """
@@ -243,10 +245,14 @@ def size_of(source: str, root: Path | str) -> tuple[int, int]:
             width, height = int(kind.tag_v2[256]), int(kind.tag_v2[257])
         else:
             width, height = image.size
+        end = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}.get(image.format or "")
+        ended = end is None or end in _last_bytes(kind.fp)
         # A PNG would be decoded to see what stands after the pixels; that is seldom needed.
         late = image.format == "PNG" and _late_notes(kind.fp)
         exif = image.getexif() if late else Image.Image.getexif(image)
         on_its_side = exif.get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
+        if not ended:
+            image.load()
         return (width, height) if on_its_side else (height, width)
 
 
@@ -365,6 +371,15 @@ def _data(url: str) -> io.BytesIO:
         return io.BytesIO(base64.b64decode("".join(body.split()), validate=True))
     except (binascii.Error, ValueError) as error:
         raise ValueError(f"{brief(url)} is not in base64: {error}") from error
+
+
+def _last_bytes(file: io.BufferedIOBase) -> bytes:
+    """Read the last of a file, with room for a few bytes that do not belong to the picture."""
+    place = file.tell()
+    file.seek(-min(64, file.seek(0, io.SEEK_END)), io.SEEK_END)
+    last = file.read()
+    file.seek(place)
+    return last
 
 
 def _late_notes(file: io.BufferedIOBase) -> bool:
