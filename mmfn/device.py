@@ -10,6 +10,7 @@ from collections.abc import Callable
 import attrs
 import torch
 
+from mmfn import memory
 from mmfn import ops as op
 
 
@@ -25,6 +26,8 @@ class Device:
     """Its fused AdamW, for `optim.adamw`."""
     memory: Callable[[], int]
     """Bytes in use: resident memory of the process on the CPU, allocated memory elsewhere."""
+    prepare: Callable[[], object]
+    """Sets what the process needs to work well on it; whoever runs a job calls it once."""
     model: str
     """What the maker calls it, as torch tells; `cpu` for any CPU."""
 
@@ -48,7 +51,7 @@ def resolve(name: str) -> Device:
         case "cpu":
             from mmfn.kernels import cpu
 
-            return Device(name, cpu.OPS, cpu.adamw_, resident_bytes, name)
+            return Device(name, cpu.OPS, cpu.adamw_, resident_bytes, memory.keep_freed, name)
         case "cuda":
             if not torch.cuda.is_available():
                 raise ValueError(
@@ -57,7 +60,7 @@ def resolve(name: str) -> Device:
             from mmfn.kernels import cuda
 
             model = torch.cuda.get_device_name()
-            return Device(name, cuda.OPS, cuda.adamw_, torch.cuda.memory_allocated, model)
+            return Device(name, cuda.OPS, cuda.adamw_, torch.cuda.memory_allocated, int, model)
         case "npu":
             raise ValueError(_npu_problem())
         case _:

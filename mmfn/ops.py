@@ -106,6 +106,11 @@ def cross_entropy(
     return ((logits.logsumexp(-1) - picked) * weights).sum()
 
 
+def once(x: Tensor) -> Tensor:
+    """Give x as it is: a value that many loops read, and that no compiler should derive in each."""
+    return x
+
+
 @attrs.frozen
 class Ops:
     """Which version of each operation runs."""
@@ -115,6 +120,7 @@ class Ops:
     rotary: Callable[..., Tensor] = rotary
     swiglu: Callable[..., Tensor] = swiglu
     cross_entropy: Callable[..., Tensor] = cross_entropy
+    once: Callable[[Tensor], Tensor] = once
 
 
 definition = Ops()

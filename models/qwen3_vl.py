@@ -256,7 +256,7 @@ def hidden(
     """Run the tower and all blocks: the state of each token before the last norm."""
     features, deep = vision.encode(params.vision, batch.media, cfg.vision, compute)
     x = embed(compute.gather(params.text.embedding), batch, features)
-    cos, sin = angles(batch.positions, cfg)
+    cos, sin = map(compute.ops.once, angles(batch.positions, cfg))
     x, _ = compute.stack(
         partial(block, cfg=cfg, compute=compute),
         params.text.layers,

@@ -235,7 +235,7 @@ def encode(
     """Encode pictures and frames: features for the tokens, and deep ones for the first layers."""
     # The table is blended in float32, so it is not cast.
     x = embed(compute.ready(params.patch), compute.gather(params.places), media)
-    cos, sin = angles(media.positions, cfg.embed // cfg.heads)
+    cos, sin = map(compute.ops.once, angles(media.positions, cfg.embed // cfg.heads))
     x, kept = compute.stack(
         partial(block, compute=compute),
         params.layers,

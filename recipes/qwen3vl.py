@@ -47,6 +47,7 @@ def main(cfg: Config) -> TrainState:
     folder = cfg.run.out
     assert folder is not None
     device = resolve_device(cfg.run.device)
+    device.prepare()
     resumed = checkpoint.latest(folder)
     if resumed is not None and not cfg.run.resume:
         raise ValueError(f"{folder} holds a checkpoint of step {resumed}; --run.resume goes on")

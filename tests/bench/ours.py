@@ -42,6 +42,7 @@ def packed(made: list[Sample], side: int) -> tuple[Batch, ...]:
 def make(job: worker.Job) -> Callable[[], float]:
     """Read the weights that the other side wrote, and build the step over them."""
     cpu = device.resolve("cpu")
+    cpu.prepare()
     cfg = hub.read_config(job.folder)
     # In float32 there is nothing to cast to.
     compute = Compute(ops=cpu.ops, dtype=None if job.dtype == torch.float32 else job.dtype)
