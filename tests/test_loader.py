@@ -165,4 +165,4 @@ def test_steps_that_do_not_exist_are_refused(start: int, stop: int) -> None:
 def test_settings_that_read_nothing_are_refused(name: str, value: int, least: int) -> None:
     """Names the setting."""
     with pytest.raises(ValueError, match=f"{name}={value} is not at least {least}"):
-        load(**{name: value})
+        attrs.evolve(load(), **{name: value})

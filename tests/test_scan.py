@@ -1,5 +1,7 @@
 """Measuring all samples, and leaving out those that cannot be used."""
 
+from typing import Any
+
 import pytest
 from toys import Toy, measure, scanned
 
@@ -70,10 +72,10 @@ def test_a_row_that_is_not_understood_is_a_bad_sample() -> None:
     """Such samples raise when they are looked up."""
 
     class Rows(tuple[Toy, ...]):
-        def __getitem__(self, index: object) -> object:
+        def __getitem__(self, index: Any) -> Any:
             if index == 1:
                 raise BadSample("rows.json[1]", "rows.json[1]", "the row is null")
-            return super().__getitem__(index)  # type: ignore[index]
+            return super().__getitem__(index)
 
     found = scanned(Rows([Toy(0, 5), Toy(1, 5), Toy(2, 5)]))
     assert (found.kept.tolist(), found.bad) == ([0, 2], ("rows.json[1]: the row is null",))

@@ -1,9 +1,8 @@
 """Samples that cost nothing to measure and encode, and ranks that are threads."""
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from threading import Barrier
+from threading import Barrier, Thread
 from typing import Any
 
 import attrs
@@ -78,16 +77,17 @@ def numbers(step: Step) -> list[int]:
     found: list[int] = []
     for batch in step.batches:
         known = batch.segments.number > 0
-        found += [n for n in batch.tokens[known].unique_consecutive().tolist()]
+        found += batch.tokens[known].unique_consecutive().tolist()
     return found
 
 
 def together(ranks: int) -> list[Callable[[tuple[int, ...]], tuple[int, ...]]]:
     """Make a sum over threads for each rank."""
-    barrier, given = Barrier(ranks, timeout=30), [()] * ranks
+    barrier = Barrier(ranks, timeout=30)
+    given: list[tuple[int, ...]] = [()] * ranks
 
     def psum(values: tuple[int, ...], rank: int) -> tuple[int, ...]:
-        given[rank] = values  # type: ignore[call-overload]
+        given[rank] = values
         barrier.wait()
         result = tuple(sum(column) for column in zip(*given, strict=True))
         barrier.wait()
@@ -98,12 +98,18 @@ def together(ranks: int) -> list[Callable[[tuple[int, ...]], tuple[int, ...]]]:
 
 def on_ranks(make: Callable[..., Loader], ranks: int = 2, **changes: Any) -> list[Any]:
     """Read all steps on ranks that are threads; give their steps, or what they raised."""
+    # Not a pool of threads: processes forked from one of its threads end with an error.
+    results: list[Any] = [None] * ranks
 
-    def read(rank: int, psum: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Any:
+    def read(rank: int, psum: Callable[[tuple[int, ...]], tuple[int, ...]]) -> None:
         try:
-            return list(make(rank=rank, psum=psum, **changes).steps())
+            results[rank] = list(make(rank=rank, psum=psum, **changes).steps())
         except ValueError as error:
-            return error
+            results[rank] = error
 
-    with ThreadPoolExecutor(ranks) as pool:
-        return list(pool.map(read, range(ranks), together(ranks)))
+    threads = [Thread(target=read, args=given) for given in enumerate(together(ranks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
