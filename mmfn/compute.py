@@ -75,7 +75,7 @@ class Compute:
         """Cast parameters, then gather them."""
         dtype = self.dtype
         if dtype is not None:
-            params = tree.map(lambda leaf: leaf.to(dtype), params)
+            params = tree.map(lambda leaf: self.ops.cast(leaf, dtype), params)
         return self.gather(params)
 
 

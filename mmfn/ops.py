@@ -106,6 +106,11 @@ def cross_entropy(
     return ((logits.logsumexp(-1) - picked) * weights).sum()
 
 
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast a weight to the dtype that is computed in; its gradient is cast back."""
+    return x.to(dtype)
+
+
 def once(x: Tensor) -> Tensor:
     """Give x as it is: a value that many loops read, and that no compiler should derive in each."""
     return x
@@ -120,6 +125,7 @@ class Ops:
     rotary: Callable[..., Tensor] = rotary
     swiglu: Callable[..., Tensor] = swiglu
     cross_entropy: Callable[..., Tensor] = cross_entropy
+    cast: Callable[[Tensor, torch.dtype], Tensor] = cast
     once: Callable[[Tensor], Tensor] = once
 
 

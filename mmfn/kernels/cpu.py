@@ -1,6 +1,7 @@
 """Fused operations for the CPU, as custom ops that a compiled step holds as single nodes."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +11,8 @@ from mmfn.batch import Segments
 from mmfn.kernels.loss import cross_entropy
 
 _ROWS = 128
-"""Query tokens a block: the scores of a block stay in the cache. Measured: 64 to 256 are alike."""
+"""Query tokens a block. Measured forward and backward, 2 segments of 512, 8 heads of 64, bfloat16:
+26 ms with 128 or 192, 27 with 64, 28 with 256, 39 in one block."""
 
 
 def _spans(ends: Tensor) -> list[tuple[int, int]]:
@@ -195,5 +197,36 @@ def once(x: Tensor) -> Tensor:
     return result
 
 
-OPS = op.Ops(attention=attention, cross_entropy=cross_entropy, once=once)
+@torch.library.custom_op("mmfn::cast", mutates_args=())
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype, copy=True)
+
+
+@_cast.register_fake
+def _(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(x, dtype=dtype)
+
+
+def _cast_setup(ctx: Any, inputs: tuple[Tensor, torch.dtype], output: Tensor) -> None:
+    ctx.dtype = inputs[0].dtype
+
+
+_cast.register_autograd(
+    lambda ctx, grad: (_cast(grad, ctx.dtype), None), setup_context=_cast_setup
+)
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast a weight, and its gradient as soon as it is made, while it is in the cache.
+
+    Inductor would cast all gradients in one loop at the end of a step: by then they have left the
+    cache, and the narrow ones take memory beside the wide ones.
+    """
+    if x.dtype == dtype:
+        return x
+    result: Tensor = _cast(x, dtype)
+    return result
+
+
+OPS = op.Ops(attention=attention, cross_entropy=cross_entropy, cast=cast, once=once)
 """The table of operations for the CPU. What it leaves as defined, a compiler fuses well."""
