@@ -75,7 +75,9 @@ def _npu_problem() -> str:
         )
     plugin = importlib.import_module("torch_npu")
     version = getattr(plugin, "__version__", "?")
-    return f"device 'npu' was asked for; torch_npu {version} is here, but mmfn has no kernels for it yet"
+    return (
+        f"device 'npu' was asked for; torch_npu {version} is here, but mmfn has no kernels for it"
+    )
 
 
 def resident_bytes() -> int:

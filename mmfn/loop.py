@@ -26,7 +26,7 @@ class Every:
 class Actions:
     """What the loop does with a state: functions that a recipe gives."""
 
-    evaluate: Callable[[Any, int], None]
+    evaluate: Callable[[Any, int], object]
     """Measures after so many steps, and logs it."""
     save: Callable[[Any, int], None]
     """Writes a checkpoint after so many steps."""
@@ -62,6 +62,7 @@ def fit(
     state: Any,
     steps: Iterator[Step],
     *,
+    done: int,
     total: int,
     log: Log,
     actions: Actions,
@@ -71,7 +72,7 @@ def fit(
     place: Callable[[Any], Any],
     stopping: Callable[[], int],
 ) -> tuple[Any, int]:
-    """Take the steps that are left; gives the last state and the steps done.
+    """Take the steps that are left after `done`; gives the last state and how many are done.
 
     `peak` is the device's rate in floating-point operations a second, `place` brings a batch to
     it. When `stopping()` is not 0 the loop ends after the step under way. The state is saved at
@@ -81,8 +82,7 @@ def fit(
         FloatingPointError: a gradient was not finite and `on_nonfinite` is stop; the state, which
             that step did not touch, is saved first.
     """
-    done = total
-    saved = -1
+    saved = done
     begin = time.perf_counter()
     for read in steps:
         done = read.index + 1

@@ -66,7 +66,9 @@ def global_norm(values: Any) -> Tensor:
     if not flat:
         return torch.zeros(())
     norms = torch._foreach_norm(flat, 2.0)
-    return torch.stack([n.to(torch.promote_types(n.dtype, torch.float32)) for n in norms]).norm()
+    wide = [n.to(torch.promote_types(n.dtype, torch.float32)) for n in norms]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(wide))
+    return norm
 
 
 def gradients(values: Any, norm: Callable[[Any], Tensor] = global_norm) -> Gradients:
@@ -132,7 +134,7 @@ def groups(params: Any, decay: float, rules: Sequence[tuple[str, Group]] = ()) -
         ValueError: a pattern matches no leaf; names it.
     """
     unused = {pattern for pattern, _ in rules}
-    found = []
+    found, path = [], ""
     for path, leaf in tree.items(params):
         dims = len(leaf.published) if isinstance(leaf, Param) else leaf.ndim
         group = Group(decay=decay if dims >= 2 else 0.0)

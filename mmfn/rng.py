@@ -54,7 +54,8 @@ def flat_index(shape: Sequence[int], part: Sequence[slice]) -> Int[Tensor, "..."
 
 def _quantiles() -> Tensor:
     place = torch.arange(2**_TABLE_BITS, dtype=torch.float64)
-    return torch.special.ndtri((place + 0.5) / 2**_TABLE_BITS).float()
+    table: Tensor = torch.special.ndtri((place + 0.5) / 2**_TABLE_BITS)
+    return table.float()
 
 
 def _signed(value: int) -> int:

@@ -64,7 +64,7 @@ def remat(stack: Stack, policy: Policy | None = None) -> Stack:
 
     Source: Chen et al. 2016, arXiv:1604.06174.
     """
-    options = {} if policy is None else {"context_fn": policy}
+    options: dict[str, Any] = {} if policy is None else {"context_fn": policy}
 
     def run(
         block: Callable[..., Tensor],

@@ -9,10 +9,13 @@ Source: Kidger and Garcia 2021, arXiv:2111.00254 (equinox), for the idea.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any, TypeAlias, TypeVar, cast, dataclass_transform
 
 import attrs
 from torch.utils import _pytree as pytrees
+
+Leaf: TypeAlias = Any
+"""A leaf of a tree of weights: a tensor, a `Param`, a placement. One class serves them all."""
 
 Class = TypeVar("Class", bound=type)
 Tree = TypeVar("Tree")
@@ -25,7 +28,7 @@ def pytree(cls: Class) -> Class:
     Fields may have defaults. Instances can be built, mapped and evolved inside a compiled function,
     which the `__init__` that attrs writes cannot (torch 2.13: it reads a slot descriptor).
     """
-    made = attrs.frozen(slots=False, eq=False, init=False)(cls)
+    made: Any = attrs.frozen(slots=False, eq=False, init=False)(cls)
     names = tuple(field.name for field in attrs.fields(made))
     defaults = {f.name: f.default for f in attrs.fields(made) if f.default is not attrs.NOTHING}
 
@@ -38,7 +41,7 @@ def pytree(cls: Class) -> Class:
         return list(zip(map(pytrees.GetAttrKey, present), children, strict=True)), present
 
     def unflatten(children: Any, present: tuple[str, ...]) -> Any:
-        node = object.__new__(made)
+        node: Any = object.__new__(made)
         for name in names:
             object.__setattr__(node, name, None)
         for name, child in zip(present, children, strict=True):
@@ -56,7 +59,7 @@ def pytree(cls: Class) -> Class:
         serialized_type_name=f"{made.__module__}.{made.__qualname__}",
         flatten_with_keys_fn=flatten_with_keys,
     )
-    return made
+    return cast(Class, made)
 
 
 def _set_fields(

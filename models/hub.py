@@ -38,7 +38,9 @@ def from_hub(values: Mapping[str, Any], where: str = "config") -> qwen3_vl.Confi
         if not plain.get(section):
             raise ValueError(f"{where}: {section} is missing or empty")
     config = Qwen3VLConfig.from_dict(plain)
-    text, tower = config.text_config, config.vision_config
+    # Of one class each; transformers annotates them as anything a caller may give.
+    text: Any = config.text_config
+    tower: Any = config.vision_config
     _need(where, text, "hidden_act", "silu")
     _need(where, text, "attention_bias", False)
     _need(where, tower, "hidden_act", "gelu_pytorch_tanh")

@@ -19,7 +19,7 @@ from mmfn.batch import Batch
 from mmfn.compute import Compute, plain
 from mmfn.models import vision
 from mmfn.param import Param
-from mmfn.tree import pytree
+from mmfn.tree import Leaf, pytree
 
 
 @attrs.frozen
@@ -69,30 +69,30 @@ class Config:
 class Attention:
     """Grouped-query attention with normalised queries and keys."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    o: Tensor
-    q_norm: Tensor
-    k_norm: Tensor
+    q: Leaf
+    k: Leaf
+    v: Leaf
+    o: Leaf
+    q_norm: Leaf
+    k_norm: Leaf
 
 
 @pytree
 class Mlp:
     """Gated feed-forward layer."""
 
-    gate: Tensor
-    up: Tensor
-    down: Tensor
+    gate: Leaf
+    up: Leaf
+    down: Leaf
 
 
 @pytree
 class Block:
     """One decoder block."""
 
-    attention_norm: Tensor
+    attention_norm: Leaf
     attention: Attention
-    mlp_norm: Tensor
+    mlp_norm: Leaf
     mlp: Mlp
 
 
@@ -100,15 +100,15 @@ class Block:
 class Head:
     """What follows the blocks; a tied head has no weight of its own."""
 
-    norm: Tensor
-    weight: Tensor | None
+    norm: Leaf
+    weight: Leaf
 
 
 @pytree
 class Decoder:
     """All weights of the decoder."""
 
-    embedding: Tensor
+    embedding: Leaf
     layers: tuple[Block, ...]
     head: Head
 

@@ -6,6 +6,7 @@ frame; `merge²` patches become one feature, at the end and after some blocks be
 Source: Bai et al. 2025, arXiv:2511.21631 (Qwen3-VL).
 """
 
+import math
 from functools import partial
 
 import attrs
@@ -18,7 +19,7 @@ from mmfn import ops as op
 from mmfn.batch import Media
 from mmfn.compute import Compute
 from mmfn.param import Param
-from mmfn.tree import pytree
+from mmfn.tree import Leaf, pytree
 
 
 @attrs.frozen
@@ -60,7 +61,7 @@ class Config:
     @property
     def side(self) -> int:
         """Side of the table of learned positions."""
-        return round(self.places**0.5)
+        return math.isqrt(self.places)
 
     @property
     def patch_dim(self) -> int:
@@ -72,8 +73,8 @@ class Config:
 class Affine:
     """A linear map with a bias, or the scale and bias of a layer norm."""
 
-    weight: Tensor
-    bias: Tensor
+    weight: Leaf
+    bias: Leaf
 
 
 @pytree
@@ -102,7 +103,7 @@ class Tower:
     """All weights of the tower."""
 
     patch: Affine
-    places: Tensor
+    places: Leaf
     layers: tuple[Block, ...]
     merger: Merger
     deepstack: tuple[Merger, ...]

@@ -82,10 +82,11 @@ def main(cfg: Config) -> TrainState:
             step,
             state,
             train.steps(done, steps),
+            done=done,
             total=steps,
             log=log,
             actions=loop.Actions(
-                evaluate=lambda state, at: measure(state, at, cfg.data.eval_samples) and None,
+                evaluate=lambda state, at: measure(state, at, cfg.data.eval_samples),
                 save=lambda state, at: save(cfg, state, at, about),
                 flops=lambda read: sum(count(job.config, lengths(b)).total for b in read.batches),
                 memory=device.memory,
@@ -101,7 +102,8 @@ def main(cfg: Config) -> TrainState:
             raise SystemExit(128 + stopping())
         found = measure(state, done, None)
     finish(cfg, job, state, found, about)
-    return state
+    last: TrainState = state
+    return last
 
 
 def loss(params: Any, batch: Any, cfg: qwen3_vl.Config, compute: Compute) -> torch.Tensor:

@@ -100,7 +100,7 @@ def _digits(cfg: Config) -> Job:
     half = (0.5, 0.5, 0.5)
     pixels = media.Pixels(8, 2, 2, min_pixels=256, max_pixels=65536, mean=half, std=half)
     chat = chats.Chat(tokenizer, _budget(pixels, cfg), special, cfg.data.max_tokens)
-    published = {
+    published: dict[str, bytes | str] = {
         "config.json": json.dumps(hub.to_hub(model), indent=2),
         "preprocessor_config.json": json.dumps(_processor(pixels), indent=2),
     }

@@ -141,5 +141,5 @@ def test_the_step_never_waits_for_the_device() -> None:
         )
         state, metrics = step_of(FUSED)(state, (data, data))
         assert metrics["loss"].shape == ()
-        with pytest.raises(Exception, match="local_scalar_dense|item"):
+        with pytest.raises(Exception, match=r"local_scalar_dense|item"):
             metrics["loss"].item()

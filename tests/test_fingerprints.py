@@ -6,6 +6,7 @@ import tiny
 import torch
 
 from mmfn import optim, param, schedules, tree
+from mmfn.batch import Batch
 from mmfn.compute import Compute
 from mmfn.kernels import cpu
 from mmfn.models import qwen3_vl
@@ -16,7 +17,10 @@ TIED = attrs.evolve(tiny.CONFIG, tied=True)
 COMPUTES = {"definition": Compute(), "fused": Compute(ops=cpu.OPS)}
 
 
-def loss_and_norm(cfg: qwen3_vl.Config, batch, compute: Compute = COMPUTES["definition"]):
+def loss_and_norm(
+    cfg: qwen3_vl.Config, batch: Batch, compute: Compute = COMPUTES["definition"]
+) -> tuple[float, float, qwen3_vl.Qwen3VL]:
+    """Give loss, gradient norm and gradients."""
     value, grads = value_and_grad(qwen3_vl.loss)(tiny.params(cfg), batch, cfg, compute)
     return value.item(), optim.global_norm(grads).item(), grads
 

@@ -64,7 +64,10 @@ def test_vmap_gives_the_gradient_of_each_sample(params: qwen3_vl.Qwen3VL) -> Non
 def pad(one: Batch) -> Batch:
     """Lengthen the list of targets to 16 with weightless ones, so that batches can be stacked."""
     short = 16 - len(one.at)
-    pads = {n: torch.nn.functional.pad(getattr(one, n), (0, short)) for n in ("at", "targets", "weights")}
+    pads = {
+        n: torch.nn.functional.pad(getattr(one, n), (0, short))
+        for n in ("at", "targets", "weights")
+    }
     return tree.evolve(one, **pads)
 
 
@@ -91,9 +94,7 @@ def test_jvp_is_the_gradient_along_a_direction(
 def test_hessian_vector_product(params: qwen3_vl.Qwen3VL, direction: qwen3_vl.Qwen3VL) -> None:
     """Forward over reverse against reverse over reverse by autograd."""
     data = batch("A")
-    _, product = torch.func.jvp(
-        lambda p: torch.func.grad(LOSS)(p, data), (params,), (direction,)
-    )
+    _, product = torch.func.jvp(lambda p: torch.func.grad(LOSS)(p, data), (params,), (direction,))
     flat = [leaf.clone().requires_grad_() for leaf in tree.leaves(params)]
     first = torch.autograd.grad(LOSS(tree.unflatten(params, flat), data), flat, create_graph=True)
     slope = torch.stack([(g * d).sum() for g, d in zip(first, tree.leaves(direction), strict=True)])

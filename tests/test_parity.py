@@ -28,7 +28,8 @@ def true_float64(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-        return tuple(x * cos + published.rotate_half(x) * sin for x in (q, k))
+        q, k = (x * cos + published.rotate_half(x) * sin for x in (q, k))
+        return q, k
 
     monkeypatch.setattr(published.Qwen3VLTextRMSNorm, "forward", norm)
     monkeypatch.setattr(published, "apply_rotary_pos_emb_vision", turn)
@@ -42,7 +43,7 @@ CONFIGS = {
         sections=(2, 2, 2), image_token=120, video_token=121, vision_start_token=122,
         vision_end_token=123,
         vision=vision.Config(
-            layers=3, embed=24, heads=3, mlp=16, patch=3, patch_time=2, places=25, out=24, deepstack=(0,)
+            layers=3, embed=24, heads=3, mlp=16, patch=3, places=25, out=24, deepstack=(0,)
         ),
     ),
     "one head": qwen3_vl.Config(
@@ -50,7 +51,8 @@ CONFIGS = {
         sections=(4, 4, 4), image_token=120, video_token=121, vision_start_token=122,
         vision_end_token=123,
         vision=vision.Config(
-            layers=5, embed=8, heads=1, mlp=8, patch=2, merge=3, places=9, out=16, deepstack=(0, 2, 3)
+            layers=5, embed=8, heads=1, mlp=8, patch=2, merge=3, places=9, out=16,
+            deepstack=(0, 2, 3),
         ),
     ),
 }  # fmt: skip

@@ -188,7 +188,8 @@ def test_own_checkpoint_and_own_data(trained: tuple[Path, TrainState], tmp_path:
     out, before = trained
     digits.write(tmp_path / "data", count=24)
     words = [
-        *SMALL, "--model.path", str(out / "export"), "--data.train", str(tmp_path / "data/train.json"),
+        *SMALL, "--model.path", str(out / "export"),
+        "--data.train", str(tmp_path / "data/train.json"),
         "--data.eval", str(tmp_path / "data/held_out.json"), "--train.epochs", "2",
         "--train.freeze", "vision.*", "--train.accumulate", "2", "--data.answer-tokens", "3",
         "--run.out", str(tmp_path / "run"), "--optimizer.lr", "1e-3",
@@ -223,7 +224,7 @@ def test_a_tail_of_an_epoch_is_a_step_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "t.json").write_text(json.dumps(samples))
     run(*SMALL, "--train.steps", "1", "--run.out", str(tmp_path / "first"))
     run(
-        "--model.path", str(tmp_path / "first" / "export"), "--data.train", str(tmp_path / "t.json"),
+        "--model.path", str(tmp_path / "first/export"), "--data.train", str(tmp_path / "t.json"),
         "--data.row-tokens", "64", "--data.workers", "0", "--train.accumulate", "4",
         "--train.epochs", "2", "--run.out", str(tmp_path / "run"), "--optimizer.lr", "1e-3",
     )  # fmt: skip

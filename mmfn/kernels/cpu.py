@@ -102,12 +102,12 @@ def _(
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-def _setup(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: Tensor) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     q, k, v, ends, ctx.causal = inputs
     ctx.save_for_backward(q, k, v, output, ends)
 
 
-def _backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple:
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, out, ends = ctx.saved_tensors
     grads = _attention_backward(grad.contiguous(), q, k, v, out, ends, ctx.causal)
     return (*grads, None, None)
@@ -211,9 +211,7 @@ def _cast_setup(ctx: Any, inputs: tuple[Tensor, torch.dtype], output: Tensor) ->
     ctx.dtype = inputs[0].dtype
 
 
-_cast.register_autograd(
-    lambda ctx, grad: (_cast(grad, ctx.dtype), None), setup_context=_cast_setup
-)
+_cast.register_autograd(lambda ctx, grad: (_cast(grad, ctx.dtype), None), setup_context=_cast_setup)
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
