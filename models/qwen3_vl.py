@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from mmfn import losses
 from mmfn import ops as op
 from mmfn.batch import Batch
 from mmfn.compute import Compute, plain
@@ -289,7 +290,14 @@ def loss(params: Qwen3VL, batch: Batch, cfg: Config, compute: Compute = plain) -
     """Sum the weighted cross entropy of the targets, divided by the batch's count."""
     x = hidden(params, batch, cfg, compute)[batch.at]
     x, weight = head(params.text, x, cfg, compute)
-    return compute.ops.cross_entropy(x, weight, batch.targets, batch.weights) / batch.count
+    return losses.next_token(
+        x,
+        weight,
+        batch.targets,
+        batch.weights,
+        batch.count,
+        cross_entropy=compute.ops.cross_entropy,
+    )
 
 
 _SMALL_TOWER = vision.Config()

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmfn import tree
+from mmfn import losses, tree
 from mmfn.batch import Batch
 from mmfn.data import grids, pack
 from mmfn.data.encoded import Encoded, Geometry, Run
@@ -29,7 +29,7 @@ def sample(name: str, tokens: int, supervised: str = "", runs: tuple[Run, ...] =
 
 
 def collate(
-    *rows: list[Encoded], tokens: int = 16, normalise: pack.Normalise = "token"
+    *rows: list[Encoded], tokens: int = 16, normalise: losses.Normalise = "token"
 ) -> tuple[Batch, pack.Counts]:
     """Pack with small buckets."""
     return pack.collate(
@@ -112,7 +112,7 @@ def test_unshifted_targets_would_be_seven() -> None:
     ],
 )
 def test_losses_are_means_of_targets_samples_or_rows(
-    normalise: pack.Normalise, weights: list[float], divisor: int
+    normalise: losses.Normalise, weights: list[float], divisor: int
 ) -> None:
     """Three targets and one in the first row, none and two in the second, none in the third."""
     batch, counts = collate(
@@ -136,7 +136,7 @@ def test_the_count_of_a_step_is_that_of_all_its_micro_batches() -> None:
 
 
 @pytest.mark.parametrize("normalise", ["token", "sample", "row"])
-def test_a_step_without_targets_is_divided_by_one(normalise: pack.Normalise) -> None:
+def test_a_step_without_targets_is_divided_by_one(normalise: losses.Normalise) -> None:
     """Its loss is 0, never 0 / 0."""
     batch, counts = collate([sample("a", 4)], [], normalise=normalise)
     assert counts.divisor(normalise) == 1

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-from mmfn import tree
+from mmfn import losses, tree
 from mmfn.batch import Batch
 from mmfn.data import pack
 from mmfn.data.encoded import Encoded, Geometry, Run
@@ -102,7 +102,7 @@ def encoded(name: str, labels: str = "all") -> Encoded:
 
 
 def batch(
-    *samples: Encoded, tokens: int = 96, normalise: pack.Normalise = "token", **least: int
+    *samples: Encoded, tokens: int = 96, normalise: losses.Normalise = "token", **least: int
 ) -> Batch:
     """Pack samples in one row whose loss is divided by its own count."""
     packed, counts = pack.collate(

@@ -13,6 +13,7 @@ from typing import Any
 
 import attrs
 
+from mmfn import losses
 from mmfn.batch import Batch
 from mmfn.data import pack
 from mmfn.data import plan as plans
@@ -120,7 +121,7 @@ class Loader:
     plan: plans.Plan
     geometry: Geometry
     policy: Policy
-    normalise: pack.Normalise = "token"
+    normalise: losses.Normalise = "token"
     rank: int = 0
     """Which of `plan.ranks` this is; ranks that share their data have the same."""
     psum: Callable[[tuple[int, ...]], tuple[int, ...]] = alone

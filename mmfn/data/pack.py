@@ -6,19 +6,16 @@ sees few shapes.
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Literal
 
 import attrs
 import numpy as np
 import torch
 
-from mmfn import tree
+from mmfn import losses, tree
 from mmfn.batch import Batch, Media, Segments
 from mmfn.data import grids
 from mmfn.data.encoded import Encoded, Geometry
-
-Normalise = Literal["token", "sample", "row"]
-"""What the loss is the mean of: targets; samples' means; rows' means (which depends on packing)."""
+from mmfn.losses import Normalise
 
 
 @attrs.frozen
@@ -41,8 +38,9 @@ class Counts:
 
     def divisor(self, normalise: Normalise) -> int:
         """Give what the sum of weighted losses is divided by: 1 where nothing is supervised."""
-        by = {"token": self.supervised, "sample": self.answered, "row": self.rows}
-        return max(1, by[normalise])
+        return losses.divisor(
+            normalise, targets=self.supervised, samples=self.answered, rows=self.rows
+        )
 
 
 def bucket(size: int, least: int) -> int:
@@ -245,9 +243,7 @@ def _supervision(
             here, part = targets(sample), slice(first, first + count)
             at[part] = start + here
             wanted[part] = sample.tokens[here + 1]
-            # Python floats: the reciprocal is rounded once.
-            by = {"token": 1, "sample": count, "row": sum(counts)}[normalise]
-            weights[part] = 1.0 / by if count else 0.0
+            weights[part] = losses.weight(normalise, sample=count, row=sum(counts))
             start += len(sample.tokens)
             first += count
     return torch.from_numpy(at), torch.from_numpy(wanted), torch.from_numpy(weights)
