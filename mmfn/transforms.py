@@ -9,12 +9,14 @@ from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from mmfn import tree
 from mmfn.compute import Stack
+from mmfn.ops import Ops
 
 
 def value_and_grad(fn: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Any]]:
@@ -112,6 +114,12 @@ def compile_blocks(stack: Stack, *, backend: str = "inductor") -> Stack:
         )
 
     return run
+
+
+def compile_loss(ops: Ops, *, backend: str = "inductor") -> Ops:
+    """Compile the cross entropy, beside `compile_blocks`: its passes over the logits are one."""
+    compiled = torch.compile(ops.cross_entropy, fullgraph=True, dynamic=False, backend=backend)
+    return attrs.evolve(ops, cross_entropy=compiled)
 
 
 def compile_step(step: Callable[..., Any], *, backend: str = "inductor") -> Callable[..., Any]:

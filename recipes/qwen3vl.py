@@ -38,7 +38,7 @@ from mmfn.models.flops import count, lengths
 from mmfn.recipes import qwen3vl_job as jobs
 from mmfn.recipes.qwen3vl_config import Config, refuse_other, resolve
 from mmfn.train import TrainState, make_step, start
-from mmfn.transforms import compile_blocks, compile_step, remat
+from mmfn.transforms import compile_blocks, compile_loss, compile_step, remat
 
 
 def main(cfg: Config) -> TrainState:
@@ -116,7 +116,8 @@ def compose(cfg: Config, device: Device) -> Compute:
     stack = compile_blocks(sequential) if cfg.run.compile == "blocks" else sequential
     stack = remat(stack) if cfg.train.remat else stack
     dtype = torch.bfloat16 if cfg.train.precision == "bfloat16" else None
-    return Compute(ops=device.ops, dtype=dtype, stack=stack)
+    ops = compile_loss(device.ops) if cfg.run.compile == "blocks" else device.ops
+    return Compute(ops=ops, dtype=dtype, stack=stack)
 
 
 def make_optimizer(cfg: Config, job: jobs.Job, device: Device, steps: int) -> optim.Optimizer:

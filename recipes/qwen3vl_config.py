@@ -141,7 +141,7 @@ class Run:
     device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
     """auto is a GPU if there is one, else the CPU."""
     compile: Literal["none", "blocks", "step"] = "none"
-    """Compile nothing, each kind of block, or the whole step as one graph."""
+    """Compile nothing, blocks and loss each as a graph, or the whole step as one."""
     save_every: int = 500
     """Steps between checkpoints; 0 saves at the end only."""
     keep: int = 2

@@ -1,18 +1,20 @@
 """Our side: the same step as a function, samples packed in one row, float32 weights and moments.
 
-`compiled` is the whole step, gradients and update, as one graph; `eager` is the same code as it is.
+`compiled` is the whole step, gradients and update, as one graph; `blocks` has a graph for each kind
+of block and one for the loss; `eager` is the same code as it is.
 """
 
 from collections.abc import Callable
 from functools import partial
 
+import attrs
 import torch
 import worker
 from shapes import MERGE, PATCH_DIM, Sample, samples
 
 from mmfn import device, optim, schedules, train, transforms, weights
 from mmfn.batch import Batch
-from mmfn.compute import Compute
+from mmfn.compute import Compute, sequential
 from mmfn.data import pack
 from mmfn.data.encoded import Encoded, Geometry, Run
 from mmfn.models import hub, qwen3_vl
@@ -46,6 +48,12 @@ def make(job: worker.Job) -> Callable[[], float]:
     cfg = hub.read_config(job.folder)
     # In float32 there is nothing to cast to.
     compute = Compute(ops=cpu.ops, dtype=None if job.dtype == torch.float32 else job.dtype)
+    if job.form == "blocks":
+        compute = attrs.evolve(
+            compute,
+            ops=transforms.compile_loss(cpu.ops),
+            stack=transforms.compile_blocks(sequential),
+        )
     optimizer = optim.chain(
         optim.clip_by_global_norm(worker.CLIP),
         optim.adamw(

@@ -129,7 +129,7 @@ def main() -> None:
     )
     parser.add_argument("--shape", choices=SHAPES, default="medium")
     parser.add_argument("--dtype", choices=CLOSE, default="float32")
-    parser.add_argument("--ours", choices=["compiled", "eager"], default="compiled")
+    parser.add_argument("--ours", choices=["blocks", "compiled", "eager"], default="blocks")
     parser.add_argument(
         "--theirs", choices=["eager", "compiled"], nargs="+", default=["eager", "compiled"]
     )

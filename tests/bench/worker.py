@@ -41,7 +41,7 @@ def job() -> Job:
     parser = argparse.ArgumentParser()
     parser.add_argument("--shape", choices=SHAPES, required=True)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], required=True)
-    parser.add_argument("--form", choices=["eager", "compiled"], required=True)
+    parser.add_argument("--form", choices=["eager", "compiled", "blocks"], required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--seed", type=int, required=True)
