@@ -1,5 +1,6 @@
 """Fused operations for the CPU, as custom ops that a compiled step holds as single nodes."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,9 @@ from mmfn.kernels.loss import cross_entropy
 _ROWS = 128
 """Query tokens a block. Measured forward and backward, 2 segments of 512, 8 heads of 64, bfloat16:
 26 ms with 128 or 192, 27 with 64, 28 with 256, 39 in one block."""
+
+_KEPT = 5
+"""Weights kept for the backward pass, in times the queries."""
 
 
 def _spans(ends: Tensor) -> list[tuple[int, int]]:
@@ -38,8 +42,11 @@ def _blocks(length: int, causal: bool) -> list[tuple[int, int, int]]:
     ]
 
 
-def _weights(q: Tensor, k: Tensor, groups: int, first: int, causal: bool) -> Tensor:
-    """Soft-max weights `[kv_heads, queries · groups, keys]` of one block, in the dtype of q."""
+def _weights(q: Tensor, k: Tensor, groups: int, causal: bool, place: Tensor | None) -> Tensor:
+    """Soft-max weights `[kv_heads, queries · groups, keys]` of one block, in the dtype of q.
+
+    They are written to `place` if it is given.
+    """
     scores = torch.bmm(q * q.shape[-1] ** -0.5, k.transpose(1, 2))
     if causal:
         rows, keys = q.shape[1] // groups, k.shape[1]
@@ -47,33 +54,54 @@ def _weights(q: Tensor, k: Tensor, groups: int, first: int, causal: bool) -> Ten
         hidden = torch.ones(rows, rows, dtype=torch.bool).triu(1).repeat_interleave(groups, 0)
         scores[:, :, keys - rows :].masked_fill_(hidden, -torch.inf)
     # The kernel of softmax sums in float32 whatever its input is.
-    return torch.softmax(scores, -1)
+    return torch.softmax(scores, -1) if place is None else torch.softmax(scores, -1, out=place)
+
+
+def _room(kept: Tensor, used: int, shape: tuple[int, int, int]) -> tuple[Tensor | None, int]:
+    """Give the next place in a flat buffer for weights of this shape, if it fits, and the use."""
+    size = math.prod(shape)
+    if used + size > len(kept):
+        return None, used
+    return kept[used : used + size].view(shape), used + size
 
 
 @torch.library.custom_op("mmfn::cpu_attention", mutates_args=())
-def _attention(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, causal: bool) -> Tensor:
-    groups, out = q.shape[2], torch.empty_like(q)
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, causal: bool
+) -> tuple[Tensor, Tensor]:
+    groups, out, kept = q.shape[2], torch.empty_like(q), q.new_empty(_KEPT * q.numel())
+    used = 0
     for start, stop in _spans(ends):
         keys, values = _heads_first(k[start:stop]), _heads_first(v[start:stop])
         for first, last, seen in _blocks(stop - start, causal):
             rows = slice(start + first, start + last)
-            weights = _weights(_heads_first(q[rows]), keys[:, :seen], groups, first, causal)
+            query = _heads_first(q[rows])
+            place, used = _room(kept, used, (*query.shape[:2], seen))
+            weights = _weights(query, keys[:, :seen], groups, causal, place)
             result = torch.bmm(weights, values[:, :seen])
             out[rows] = result.unflatten(1, (last - first, groups)).movedim(0, 1)
-    return out
+    return out, kept
 
 
 @_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, causal: bool) -> Tensor:
-    return torch.empty_like(q)
+def _(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), q.new_empty(_KEPT * q.numel())
 
 
 @torch.library.custom_op("mmfn::cpu_attention_backward", mutates_args=())
 def _attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, ends: Tensor, causal: bool
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    kept: Tensor,
+    ends: Tensor,
+    causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     groups, scale = q.shape[2], q.shape[-1] ** -0.5
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    used = 0
     for start, stop in _spans(ends):
         whole = slice(start, stop)
         keys, values = _heads_first(k[whole]), _heads_first(v[whole])
@@ -82,7 +110,9 @@ def _attention_backward(
         for first, last, seen in _blocks(stop - start, causal):
             rows = slice(start + first, start + last)
             query, dresult = _heads_first(q[rows]), _heads_first(grad[rows])
-            weights = _weights(query, keys[:, :seen], groups, first, causal)
+            weights, used = _room(kept, used, (*query.shape[:2], seen))
+            if weights is None:
+                weights = _weights(query, keys[:, :seen], groups, causal, None)
             dvalues[:, :seen] += torch.bmm(weights.transpose(1, 2), dresult)
             dweights = torch.bmm(dresult, values[:, :seen].transpose(1, 2))
             # The row sums of weights · dweights are those of result · dresult, which are shorter.
@@ -97,19 +127,27 @@ def _attention_backward(
 
 @_attention_backward.register_fake
 def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, ends: Tensor, causal: bool
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    kept: Tensor,
+    ends: Tensor,
+    causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, ends, ctx.causal = inputs
-    ctx.save_for_backward(q, k, v, output, ends)
+    ctx.save_for_backward(q, k, v, *output, ends)
+    ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, out, ends = ctx.saved_tensors
-    grads = _attention_backward(grad.contiguous(), q, k, v, out, ends, ctx.causal)
+def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, out, kept, ends = ctx.saved_tensors
+    grads = _attention_backward(grad.contiguous(), q, k, v, out, kept, ends, ctx.causal)
     return (*grads, None, None)
 
 
@@ -117,10 +155,13 @@ _attention.register_autograd(_backward, setup_context=_setup)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, *, causal: bool) -> Tensor:
-    """Attend block by block within each segment; weights are made again backward, never kept."""
-    result: Tensor = _attention(
-        q.contiguous(), k.contiguous(), v.contiguous(), segments.ends, causal
-    )
+    """Attend block by block within each segment.
+
+    Weights are kept for the backward pass while they take no more than `_KEPT` times the memory of
+    the queries, those of the first segments; the others are made again.
+    """
+    out, _ = _attention(q.contiguous(), k.contiguous(), v.contiguous(), segments.ends, causal)
+    result: Tensor = out
     return result
 
 

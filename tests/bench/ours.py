@@ -37,7 +37,14 @@ def packed(made: list[Sample], side: int) -> tuple[Batch, ...]:
     ]
     tokens = sum(len(sample.tokens) for sample in made)
     geometry = Geometry(merge=MERGE, side=side, patch_dim=PATCH_DIM)
-    batch, counts = pack.collate([encoded], geometry=geometry, tokens=-(-tokens // ROW) * ROW)
+    # Every step has this shape, so the sizes of padding are fitted to it.
+    batch, counts = pack.collate(
+        [encoded],
+        geometry=geometry,
+        tokens=-(-tokens // ROW) * ROW,
+        least_patches=max(MERGE**2, sum(len(sample.patches) for sample in made)),
+        least_targets=sum(len(pack.targets(sample)) for sample in encoded),
+    )
     return pack.with_count([batch], counts.divisor("token"))
 
 
