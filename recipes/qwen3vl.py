@@ -257,7 +257,7 @@ def run(argv: list[str]) -> None:
     cfg = cli.parse(Config, argv, prog="qwen3vl.py", description=__doc__ or "")
     try:
         main(cfg)
-    except (ValueError, FloatingPointError) as error:
+    except (ValueError, FloatingPointError, OSError) as error:
         if cfg.run.traceback:
             raise
         print(f"qwen3vl.py: {error}", file=sys.stderr)

@@ -138,6 +138,8 @@ def test_a_folder_that_holds_a_run_is_refused(trained: tuple[Path, TrainState]) 
         run(
             *flags, "--train.steps", "8", "--run.seed", "1", "--run.save-every", "2", "--run.resume"
         )
+    run(*flags, "--train.steps", "6", "--run.save-every", "2", "--run.resume")
+    assert [line[0] for line in numbers(out)] == [1, 2, 3, 4, 5, 6]
     with pytest.raises(ValueError, match="there is no whole checkpoint"):
         run(*SMALL, "--run.out", str(out / "none"), "--run.resume")
 
@@ -260,6 +262,7 @@ def test_a_signal_ends_the_run_after_its_step(number: signal.Signals, tmp_path: 
         (["--data.eval", "x.json"], "--data.eval has no effect"),
         (["--run.device", "npu"], "npu"),
         (["--run.resume"], "--run.resume needs --run.out"),
+        (["--run.out", __file__], "test_recipe.py"),
         (["--train.freeze", "visoin.*"], "'visoin.*' matches no weight"),
         (["--optimizer.rules", "text.*"], "is not PATTERN:SCALE:DECAY"),
         (
