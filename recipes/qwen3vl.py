@@ -46,6 +46,8 @@ def main(cfg: Config) -> TrainState:
     cfg = resolve(cfg)
     folder = cfg.run.out
     assert folder is not None
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--run.out={folder} is not a folder")
     device = resolve_device(cfg.run.device)
     device.prepare()
     resumed = checkpoint.latest(folder)
