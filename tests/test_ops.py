@@ -60,8 +60,8 @@ def test_attention_is_torchs_on_each_segment(
     """Values and gradients in float64; the longest segment is more than one block of queries."""
     q, k, v, seed = inputs(sum(lengths), kv_heads, groups, 8)
     own = segments(lengths)
-    ours = gradients(lambda *x: version(*x, own, causal=causal), q, k, v, seed=seed)
-    theirs = gradients(lambda *x: sdpa(*x, lengths, causal), q, k, v, seed=seed)
+    ours = gradients(lambda q, k, v: version(q, k, v, own, causal=causal), q, k, v, seed=seed)
+    theirs = gradients(lambda q, k, v: sdpa(q, k, v, lengths, causal), q, k, v, seed=seed)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b)
 
@@ -76,9 +76,11 @@ def test_attention_in_bfloat16_is_as_close_as_its_roundings(causal: bool) -> Non
     lengths = [300, 20, 150]
     q, k, v, seed = (x.bfloat16().double() for x in inputs(sum(lengths), 2, 3, 8))
     own = segments(lengths)
-    exact = gradients(lambda *x: ops.attention(*x, own, causal=causal), q, k, v, seed=seed)
+    exact = gradients(
+        lambda q, k, v: ops.attention(q, k, v, own, causal=causal), q, k, v, seed=seed
+    )
     narrow = gradients(
-        lambda *x: cpu.attention(*x, own, causal=causal),
+        lambda q, k, v: cpu.attention(q, k, v, own, causal=causal),
         *(x.bfloat16() for x in (q, k, v)),
         seed=seed,
     )
