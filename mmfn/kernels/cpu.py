@@ -171,7 +171,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, *, causal: bo
 
 
 @torch.library.custom_op("mmfn::adamw_", mutates_args=("params", "grads", "means", "squares"))
-def _adamw_(
+def adamw_(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
     means: Sequence[Tensor],
@@ -185,6 +185,7 @@ def _adamw_(
     eps: float,
     decay: float,
 ) -> None:
+    """Do what `optim.adamw_` does with torch's fused kernel; gradients are spoiled."""
     # torch divides by `grad_scale`, and writes the scaled gradients back.
     torch._fused_adamw_(
         list(params),
@@ -203,24 +204,6 @@ def _adamw_(
         grad_scale=1.0 / factor,
         found_inf=skip,
     )
-
-
-def adamw_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    means: Sequence[Tensor],
-    squares: Sequence[Tensor],
-    count: Tensor,
-    rate: Tensor,
-    factor: Tensor,
-    skip: Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    decay: float,
-) -> None:
-    """Do what `optim.adamw_` does with torch's fused kernel; gradients are spoiled."""
-    _adamw_(params, grads, means, squares, count, rate, factor, skip, beta1, beta2, eps, decay)
 
 
 @torch.library.custom_op("mmfn::once", mutates_args=())
