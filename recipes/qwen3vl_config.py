@@ -168,7 +168,8 @@ class Config:
 
 
 DIGITS_STEPS = 450
-"""Measured: 0.98 of the held-out answers are right; after 300 steps 0.97, after 150 0.88."""
+"""Measured on two threads: 0.964 and 0.981 of the held-out answers are right in two runs; after 300
+steps 0.97, after 150 0.88 of a part of them."""
 
 
 def resolve(cfg: Config) -> Config:
