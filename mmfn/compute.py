@@ -53,7 +53,101 @@ def sequential(
     return x, kept
 
 
-def identity(params: Any) -> Any:
+@runtime_checkable
+class Region(Protocol):
+    """How a part of a model is cut over ranks; `Whole` is not at all.
+
+    Between `enter` and `leave` a rank computes with its heads, channels or entries of the
+    vocabulary. Outside, tokens may be cut over the same ranks.
+    """
+
+    def join(self, x: Tensor, tokens: int) -> Tensor:
+        """Give all `tokens` rows of which x is this rank's part."""
+        ...
+
+    def fan(self, x: Tensor) -> Tensor:
+        """Take what is whole, as `join` gives it, to where ranks compute different things."""
+        ...
+
+    def leave(self, x: Tensor) -> Tensor:
+        """Sum what ranks computed; gives this rank's part of the rows."""
+        ...
+
+    def own(self, x: Tensor) -> Tensor:
+        """Give this rank's part of the rows of a whole tensor that takes no gradient."""
+        ...
+
+    def inside(self, *weights: Tensor) -> tuple[Tensor, ...]:
+        """Take weights that every rank has whole to between `enter` and `leave`."""
+        ...
+
+    def outside(self, *weights: Tensor) -> tuple[Tensor, ...]:
+        """Take weights that every rank has whole to where tokens may be cut."""
+        ...
+
+    def attend(self, attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Make attention over whole rows out of that over the tokens that are here."""
+        ...
+
+    def share(self, features: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Give the tower's features of all ranks, as the index of the batch counts them."""
+        ...
+
+    def pieces(self, entries: int) -> op.Pieces | None:
+        """Say which of the vocabulary's entries are here; `None` if all are."""
+        ...
+
+    def logits(self, x: Tensor, entries: int) -> Tensor:
+        """Give the logits of all entries."""
+        ...
+
+
+@attrs.frozen
+class Whole:
+    """A part of a model that is not cut."""
+
+    def join(self, x: Tensor, tokens: int) -> Tensor:
+        """Give x."""
+        return x
+
+    def fan(self, x: Tensor) -> Tensor:
+        """Give x."""
+        return x
+
+    def leave(self, x: Tensor) -> Tensor:
+        """Give x."""
+        return x
+
+    def own(self, x: Tensor) -> Tensor:
+        """Give x."""
+        return x
+
+    def inside(self, *weights: Tensor) -> tuple[Tensor, ...]:
+        """Give the weights."""
+        return weights
+
+    def outside(self, *weights: Tensor) -> tuple[Tensor, ...]:
+        """Give the weights."""
+        return weights
+
+    def attend(self, attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Give the attention."""
+        return attention
+
+    def share(self, features: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Give the features."""
+        return features
+
+    def pieces(self, entries: int) -> op.Pieces | None:
+        """Say that all are here."""
+        return None
+
+    def logits(self, x: Tensor, entries: int) -> Tensor:
+        """Give x."""
+        return x
+
+
+def identity(params: Any, dtype: torch.dtype | None) -> Any:
     """Give the parameters as they are."""
     return params
 
@@ -66,17 +160,27 @@ class Compute:
     """Which version of each operation runs."""
     dtype: torch.dtype | None = None
     """What weights are cast to before use; None leaves them as they are stored."""
-    gather: Callable[[Any], Any] = identity
-    """Makes the part of some parameters that this rank computes with, from the part it stores."""
+    gather: Callable[[Any, torch.dtype | None], Any] = identity
+    """Makes of some stored parameters those that this rank computes with, cast to a dtype on the
+    way if they are to be; leaves that are no stored ones stay as they are."""
     stack: Stack = sequential
     """What is done around the blocks."""
+    text: Region = Whole()
+    """How the decoder is cut over ranks."""
+    tower: Region = Whole()
+    """How the tower is."""
+
+    def whole(self, params: Any) -> Any:
+        """Gather parameters in the dtype they are stored in."""
+        return self.gather(params, None)
 
     def ready(self, params: Any) -> Any:
-        """Cast parameters, then gather them."""
+        """Gather parameters and cast them."""
         dtype = self.dtype
-        if dtype is not None:
-            params = tree.map(lambda leaf: self.ops.cast(leaf, dtype), params)
-        return self.gather(params)
+        params = self.gather(params, dtype)
+        if dtype is None:
+            return params
+        return tree.map(lambda leaf: self.ops.cast(leaf, dtype), params)
 
 
 plain = Compute()

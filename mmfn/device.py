@@ -3,6 +3,7 @@ when it is asked for."""
 
 import importlib
 import importlib.util
+import os
 import resource
 import sys
 from collections.abc import Callable
@@ -30,6 +31,9 @@ class Device:
     """Sets what the process needs to work well on it; whoever runs a job calls it once."""
     model: str
     """What the maker calls it, as torch tells; `cpu` for any CPU."""
+
+    backend: str = "gloo"
+    """What its ranks talk by, as torch.distributed names it; tensors on the host go by gloo."""
 
     @property
     def torch(self) -> torch.device:
@@ -60,11 +64,24 @@ def resolve(name: str) -> Device:
             from mmfn.kernels import cuda
 
             model = torch.cuda.get_device_name()
-            return Device(name, cuda.OPS, cuda.adamw_, torch.cuda.memory_allocated, int, model)
+            return Device(
+                name,
+                cuda.OPS,
+                cuda.adamw_,
+                torch.cuda.memory_allocated,
+                _own_gpu,
+                model,
+                "cpu:gloo,cuda:nccl",
+            )
         case "npu":
             raise ValueError(_npu_problem())
         case _:
             raise ValueError(f"device {name!r} is not one of auto, cpu, cuda, npu")
+
+
+def _own_gpu() -> None:
+    """Take the GPU of this rank on its machine, as torchrun numbers them."""
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def _npu_problem() -> str:

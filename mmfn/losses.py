@@ -38,7 +38,11 @@ def next_token(
     weights: Float[Tensor, " supervised"],
     count: Float[Tensor, ""],
     *,
+    pieces: op.Pieces | None = None,
     cross_entropy: Callable[..., Tensor] = op.cross_entropy,
 ) -> Float[Tensor, ""]:
-    """Sum the weighted cross entropy of `softmax(x @ head.T)`, divided by `count`."""
-    return cross_entropy(x, head, targets, weights) / count
+    """Sum the weighted cross entropy of `softmax(x @ head.T)`, divided by `count`.
+
+    With `pieces`, the head has some entries of the vocabulary, and the ranks sum.
+    """
+    return cross_entropy(x, head, targets, weights, pieces) / count

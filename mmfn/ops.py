@@ -94,20 +94,66 @@ def swiglu(
     return F.silu(gate) * up
 
 
+@attrs.frozen
+class Pieces:
+    """The vocabulary cut over ranks: which entries are here, and what the ranks do together."""
+
+    start: int
+    """The first entry that is here; the weight has only those of this rank."""
+    psum: Callable[[Tensor], Tensor]
+    """Sums over the ranks; its gradient passes as it is."""
+    pmax: Callable[[Tensor], Tensor]
+    """Gives the largest of all ranks; no gradient passes."""
+
+    def here(self, entries: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """Count entries from the first of `size` that are here; gives also which of them are."""
+        place = entries - self.start
+        found = (place >= 0) & (place < size)
+        return place.clamp(0, max(0, size - 1)), found
+
+
+def lookup(
+    embedding: Float[Tensor, "vocab embed"], tokens: Int[Tensor, " tokens"], pieces: Pieces | None
+) -> Float[Tensor, "tokens embed"]:
+    """Give the embeddings of tokens; of one piece, zeros for those that are not in it."""
+    if pieces is None:
+        return F.embedding(tokens, embedding)
+    if len(embedding) == 0:
+        return embedding.new_zeros(len(tokens), embedding.shape[1])
+    place, found = pieces.here(tokens, len(embedding))
+    return torch.where(found[:, None], F.embedding(place, embedding), 0.0)
+
+
 def cross_entropy(
     x: Float[Tensor, "supervised embed"],
     head: Float[Tensor, "vocab embed"],
     targets: Int[Tensor, " supervised"],
     weights: Float[Tensor, " supervised"],
+    pieces: Pieces | None = None,
 ) -> Float[Tensor, ""]:
-    """Sum the weighted negative log-probabilities of the targets under `softmax(x @ head.T)`."""
+    """Sum the weighted negative log-probabilities of the targets under `softmax(x @ head.T)`.
+
+    With `pieces` the head has this rank's entries of the vocabulary; logits never leave the rank.
+    """
     logits = wide(linear(x, head))
-    picked = logits.gather(-1, targets[:, None]).squeeze(-1)
-    return ((logits.logsumexp(-1) - picked) * weights).sum()
+    if pieces is None:
+        picked = logits.gather(-1, targets[:, None]).squeeze(-1)
+        return ((logits.logsumexp(-1) - picked) * weights).sum()
+    # A rank may have no entry at all: a column that counts for nothing stands in.
+    padded = F.pad(logits, (0, 1), value=-torch.inf)
+    peak = pieces.pmax(padded.amax(-1))
+    level = pieces.psum((padded - peak[:, None]).exp().sum(-1)).log() + peak
+    place, found = pieces.here(targets, len(head))
+    own = F.pad(logits, (0, 1)).gather(-1, place[:, None]).squeeze(-1)
+    picked = pieces.psum(torch.where(found, own, 0.0))
+    return ((level - picked) * weights).sum()
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast a weight to the dtype that is computed in; its gradient is cast back."""
+    """Cast a weight to the dtype that is computed in; its gradient is cast back.
+
+    What has this dtype already stays as it is.
+    """
     return x.to(dtype)
 
 

@@ -49,6 +49,7 @@ def make_step(
     optimizer: optim.Optimizer,
     *,
     norm: Callable[[Any], Tensor] = optim.global_norm,
+    reduce: Callable[[Tensor, Any], tuple[Tensor, Any]] = lambda value, grads: (value, grads),
     donate: bool = True,
 ) -> Callable[[TrainState, Sequence[Any]], tuple[TrainState, dict[str, Tensor]]]:
     """Make the step of an optimizer over the micro-batches of `loss(params, batch)`.
@@ -56,7 +57,8 @@ def make_step(
     Losses are summed: each is divided already by the count of the whole step. If the gradient
     norm is not finite nothing but `step` changes, and the metric `skipped` is 1: whoever runs the
     loop decides what follows. With `donate` the given state is written into and must not be used
-    again. Nothing in a step waits for the device.
+    again. Nothing in a step waits for the device. On a mesh, `reduce` makes of the loss and
+    gradients of this rank those of all, once a step, and `norm` counts each value once.
     """
 
     def objective(params: Any, batch: Any, frozen: Any) -> Tensor:
@@ -65,7 +67,7 @@ def make_step(
     total = accumulate(value_and_grad(objective))
 
     def step(state: TrainState, batches: Sequence[Any]) -> tuple[TrainState, dict[str, Tensor]]:
-        value, grads = total(state.params, batches, state.frozen)
+        value, grads = reduce(*total(state.params, batches, state.frozen))
         measured = optim.gradients(grads, norm)
         rate = optimizer.rate(state.optimizer)
         params, own = optimizer.update(measured, state.optimizer, state.params, donate=donate)

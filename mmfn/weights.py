@@ -93,14 +93,19 @@ def export(
     files: Mapping[str, bytes | str] | None = None,
     dtype: torch.dtype | None = None,
     shard_bytes: int = 5_000_000_000,
+    fetch: Callable[[Tensor], Tensor] = lambda value: value,
+    write: bool = True,
 ) -> None:
-    """Write whole weights as a published folder that `load` and `transformers` read.
+    """Write weights as a published folder that `load` and `transformers` read.
 
     With a `source` checkpoint the keys, their copies and the dtype of each tensor are its own, and
     its `COMPANIONS` are copied; without, keys are those of `abstract` and values keep their dtype.
     An explicit `dtype` comes before both (a config's own `dtype` entry stays as it is). `files`
     are written beside the weights, in place of copies of the same name. No file holds more than
     `shard_bytes` of tensors, unless it holds one. The folder appears when it is complete.
+
+    Weights that are cut over ranks are made whole by `fetch`, one at a time. All ranks call this,
+    and one of them does `write`.
 
     Raises:
         ValueError: the folder exists and is not empty, a leaf has another shape than its `Param`,
@@ -123,9 +128,14 @@ def export(
         ]
     shapes = {path: p.published for path, p in tree.items(abstract)}
     tensors = [
-        _Tensor(key, shapes[path], kind, _source(path, values[path], kind))
+        _Tensor(key, shapes[path], kind, _source(path, values[path], kind, fetch))
         for path, key, kind in written
     ]
+    if not write:
+        for shard in _shards(tensors, shard_bytes):
+            for tensor in _ordered(shard):
+                tensor.make()
+        return
     with disk.new_folder(Path(folder)) as partial:
         if source is not None:
             for path in _companions(source):
@@ -305,14 +315,17 @@ def _values(params: Any, abstract: Any) -> dict[str, Tensor]:
     return values
 
 
-def _source(path: str, value: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
+def _source(
+    path: str, value: Tensor, dtype: torch.dtype, fetch: Callable[[Tensor], Tensor]
+) -> Callable[[], Tensor]:
     if dtype not in DTYPES.values():
         raise ValueError(f"{path} would be written as {dtype}; there are {', '.join(DTYPES)}")
 
     def make() -> Tensor:
-        made = value.detach().to(dtype)
-        if made.dtype != value.dtype:
-            lost = int((value.isfinite() & ~made.isfinite()).sum())
+        whole = fetch(value.detach())
+        made = whole.to(dtype)
+        if made.dtype != whole.dtype:
+            lost = int((whole.isfinite() & ~made.isfinite()).sum())
             if lost:
                 raise ValueError(f"{path}: {lost} finite values are not finite in {dtype}")
         return made.cpu().contiguous()
@@ -328,7 +341,7 @@ def _companions(source: Path) -> list[Path]:
     ]
 
 
-def _write_shards(tensors: Sequence[_Tensor], folder: Path, shard_bytes: int) -> None:
+def _shards(tensors: Sequence[_Tensor], shard_bytes: int) -> list[list[_Tensor]]:
     shards: list[list[_Tensor]] = [[]]
     held = 0
     for tensor in tensors:
@@ -337,6 +350,16 @@ def _write_shards(tensors: Sequence[_Tensor], folder: Path, shard_bytes: int) ->
             held = 0
         shards[-1].append(tensor)
         held += tensor.bytes
+    return shards
+
+
+def _ordered(tensors: Sequence[_Tensor]) -> list[_Tensor]:
+    """Put wide types first, so that each tensor is aligned to its own width."""
+    return sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+
+
+def _write_shards(tensors: Sequence[_Tensor], folder: Path, shard_bytes: int) -> None:
+    shards = _shards(tensors, shard_bytes)
     if len(shards) == 1:
         _write(shards[0], folder / "model.safetensors")
         return
@@ -360,8 +383,7 @@ def _write(tensors: Sequence[_Tensor], file: Path) -> None:
     """
     names = {dtype: name for name, dtype in DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    # Wide types first, so that each tensor is aligned to its own width.
-    ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+    ordered = _ordered(tensors)
     start = 0
     for tensor in ordered:
         header[tensor.key] = {

@@ -8,7 +8,7 @@ from mmfn import ops as op
 from mmfn import tree
 from mmfn.batch import Batch
 from mmfn.compute import Compute, plain
-from mmfn.models import qwen3_vl, vision
+from mmfn.models import qwen3_vl
 from mmfn.tree import pytree
 
 
@@ -51,8 +51,7 @@ def prefill(
     column = torch.arange(len(number), device=device) - starts[row]
     real = number > 0
 
-    features, deep = vision.encode(params.vision, batch.media, cfg.vision, compute)
-    x = qwen3_vl.embed(compute.gather(params.text.embedding), batch, features)
+    x, deep = qwen3_vl.start(params, batch, cfg, compute)
     cos, sin = qwen3_vl.angles(batch.positions, cfg)
     kept: list[tuple[Tensor, Tensor]] = []
 
@@ -76,7 +75,7 @@ def prefill(
         used=lengths.to(device),
         position=batch.positions.amax(0)[last] + 1,
     )
-    return op.linear(*qwen3_vl.head(params.text, x[last], cfg, compute)), cache
+    return qwen3_vl.logits(params.text, x[last], cfg, compute), cache
 
 
 def decode(
@@ -91,7 +90,7 @@ def decode(
     rows = torch.arange(samples, device=tokens.device)
     at = cache.used.clamp(max=room - 1)
     visible = torch.arange(room, device=tokens.device) <= at[:, None]
-    x = torch.nn.functional.embedding(tokens, compute.gather(params.text.embedding))
+    x = qwen3_vl.embed(compute.whole(params.text.embedding), tokens, cfg, compute.text)
     x = x.to(cache.keys[0].dtype)
     cos, sin = qwen3_vl.angles(cache.position.expand(3, -1), cfg)
     keys, values = [], []
@@ -115,4 +114,4 @@ def decode(
         used=cache.used + 1,
         position=cache.position + 1,
     )
-    return op.linear(*qwen3_vl.head(params.text, x, cfg, compute)), cache
+    return qwen3_vl.logits(params.text, x, cfg, compute), cache

@@ -1,7 +1,8 @@
 """Qwen3-VL, dense: a decoder that reads text and the features of a vision tower.
 
 Letters in shapes: kv_heads and groups are the heads of keys and the query heads that share one.
-Parts are separately callable: `vision.encode`, `embed`, `block`, `head`.
+Parts are separately callable: `vision.encode`, `start`, `block`, `head`. `own` are the
+tokens that a rank holds between blocks: all, unless they are cut (`Compute.text`).
 
 Source: Bai et al. 2025, arXiv:2511.21631; Yang et al. 2025, arXiv:2505.09388 (Qwen3).
 """
@@ -17,7 +18,7 @@ from torch import Tensor
 from mmfn import losses
 from mmfn import ops as op
 from mmfn.batch import Batch
-from mmfn.compute import Compute, plain
+from mmfn.compute import Compute, Region, plain
 from mmfn.models import vision
 from mmfn.param import Param
 from mmfn.tree import Leaf, pytree
@@ -188,12 +189,12 @@ def select(
 
 def embed(
     embedding: Float[Tensor, "vocab embed"],
-    batch: Batch,
-    features: Float[Tensor, "features embed"],
-) -> Float[Tensor, "tokens embed"]:
-    """Give each token its embedding or its picture's feature, in the dtype of the features."""
-    rows = torch.nn.functional.embedding(batch.tokens, embedding)
-    return select(features, batch.feature, rows.to(features.dtype))
+    tokens: Int[Tensor, " tokens"],
+    cfg: Config,
+    region: Region,
+) -> Float[Tensor, "own embed"]:
+    """Give the tokens that are here their embeddings."""
+    return region.leave(op.lookup(embedding, tokens, region.pieces(cfg.vocab)))
 
 
 def project(
@@ -217,9 +218,27 @@ def feed_forward(
     return op.linear(ops.swiglu(op.linear(x, params.gate), op.linear(x, params.up)), params.down)
 
 
+def _cut(params: Block, cfg: Config, region: Region) -> Block:
+    """Take weights that are whole on every rank to where heads or tokens are cut."""
+    own = params.attention
+    before, after = region.outside(params.attention_norm, params.mlp_norm)
+    # Where the query heads of a key head are cut, keys are not: each rank makes them.
+    shared = own.q.shape[1] < cfg.heads // cfg.kv_heads
+    q_norm, k_norm, *both = region.inside(
+        own.q_norm, own.k_norm, *((own.k, own.v) if shared else ())
+    )
+    k, v = both or (own.k, own.v)
+    return Block(
+        attention_norm=before,
+        attention=Attention(q=own.q, k=k, v=v, o=own.o, q_norm=q_norm, k_norm=k_norm),
+        mlp_norm=after,
+        mlp=params.mlp,
+    )
+
+
 def block(
     params: Block,
-    x: Float[Tensor, "tokens embed"],
+    x: Float[Tensor, "own embed"],
     cos: Float[Tensor, "tokens head_dim"],
     sin: Float[Tensor, "tokens head_dim"],
     batch: Batch | None,
@@ -228,35 +247,38 @@ def block(
     cfg: Config,
     compute: Compute,
     attend: Callable[..., Tensor] | None = None,
-) -> Float[Tensor, "tokens embed"]:
+) -> Float[Tensor, "own embed"]:
     """Attend, then the feed-forward layer, then add the deep features, if this layer takes any.
 
     `attend(q, k, v)` stands in for attention over the batch's segments: decoding with a cache, or
     with tokens cut over ranks.
     """
-    params = compute.ready(params)
-    ops = compute.ops
+    ops, region, tokens = compute.ops, compute.text, len(cos)
+    params = _cut(compute.ready(params), cfg, region)
+
     y = ops.rms_norm(x, params.attention_norm, cfg.eps)
-    q, k, v = project(params.attention, y, cos, sin, cfg, ops)
+    q, k, v = project(params.attention, region.fan(region.join(y, tokens)), cos, sin, cfg, ops)
     if attend is None:
         assert batch is not None
-        y = ops.attention(q, k, v, batch.segments, causal=True)
+        y = region.attend(ops.attention)(q, k, v, batch.segments, causal=True)
     else:
         y = attend(q, k, v)
-    x = x + op.linear(y, params.attention.o, contract=3)
-    x = x + feed_forward(params.mlp, ops.rms_norm(x, params.mlp_norm, cfg.eps), ops)
+    x = x + region.leave(op.linear(y, params.attention.o, contract=3))
+
+    y = region.fan(region.join(ops.rms_norm(x, params.mlp_norm, cfg.eps), tokens))
+    x = x + region.leave(feed_forward(params.mlp, y, ops))
     if deep is not None:
         assert batch is not None
-        x = x + select(deep, batch.feature, torch.zeros((), dtype=x.dtype, device=x.device))
+        nothing = torch.zeros((), dtype=x.dtype, device=x.device)
+        x = x + select(deep, region.own(batch.feature), nothing)
     return x
 
 
 def hidden(
     params: Qwen3VL, batch: Batch, cfg: Config, compute: Compute = plain
-) -> Float[Tensor, "tokens embed"]:
-    """Run the tower and all blocks: the state of each token before the last norm."""
-    features, deep = vision.encode(params.vision, batch.media, cfg.vision, compute)
-    x = embed(compute.gather(params.text.embedding), batch, features)
+) -> Float[Tensor, "own embed"]:
+    """Run the tower and all blocks: the state of the tokens that are here, before the last norm."""
+    x, deep = start(params, batch, cfg, compute)
     cos, sin = map(compute.ops.once, angles(batch.positions, cfg))
     x, _ = compute.stack(
         partial(block, cfg=cfg, compute=compute),
@@ -270,25 +292,47 @@ def hidden(
     return x
 
 
+def start(
+    params: Qwen3VL, batch: Batch, cfg: Config, compute: Compute
+) -> tuple[Float[Tensor, "own embed"], tuple[Float[Tensor, "features embed"], ...]]:
+    """Make what the blocks read: the tokens' embeddings or features, and the deep features."""
+    region = compute.text
+    features, *deep = region.share(vision.encode(params.vision, batch.media, cfg.vision, compute))
+    rows = embed(compute.whole(params.text.embedding), batch.tokens, cfg, region)
+    return select(features, region.own(batch.feature), rows.to(features.dtype)), tuple(deep)
+
+
 def head(
     params: Decoder, x: Float[Tensor, "tokens embed"], cfg: Config, compute: Compute
 ) -> tuple[Float[Tensor, "tokens embed"], Float[Tensor, "vocab embed"]]:
-    """Give the normalised states and the weight of the head, whose product are the logits."""
-    norm = compute.ready(params.head.norm)
+    """Give the normalised states and the weight of the head, whose product are the logits.
+
+    x is what `join` gives.
+    """
+    (norm,) = compute.text.outside(compute.ready(params.head.norm))
     weight = params.embedding if params.head.weight is None else params.head.weight
-    return compute.ops.rms_norm(x, norm, cfg.eps), compute.ready(weight)
+    x = compute.text.fan(compute.ops.rms_norm(x, norm, cfg.eps))
+    return x, compute.ready(weight)
+
+
+def logits(
+    params: Decoder, x: Float[Tensor, "tokens embed"], cfg: Config, compute: Compute
+) -> Float[Tensor, "tokens vocab"]:
+    """Predict the next token after each state that `join` gives."""
+    return compute.text.logits(op.linear(*head(params, x, cfg, compute)), cfg.vocab)
 
 
 def forward(
     params: Qwen3VL, batch: Batch, cfg: Config, compute: Compute = plain
 ) -> Float[Tensor, "tokens vocab"]:
     """Predict the next token at each place: logits."""
-    return op.linear(*head(params.text, hidden(params, batch, cfg, compute), cfg, compute))
+    x = compute.text.join(hidden(params, batch, cfg, compute), len(batch.tokens))
+    return logits(params.text, x, cfg, compute)
 
 
 def loss(params: Qwen3VL, batch: Batch, cfg: Config, compute: Compute = plain) -> Float[Tensor, ""]:
     """Sum the weighted cross entropy of the targets, divided by the batch's count."""
-    x = hidden(params, batch, cfg, compute)[batch.at]
+    x = compute.text.join(hidden(params, batch, cfg, compute), len(batch.tokens))[batch.at]
     x, weight = head(params.text, x, cfg, compute)
     return losses.next_token(
         x,
@@ -296,6 +340,7 @@ def loss(params: Qwen3VL, batch: Batch, cfg: Config, compute: Compute = plain) -
         batch.targets,
         batch.weights,
         batch.count,
+        pieces=compute.text.pieces(cfg.vocab),
         cross_entropy=compute.ops.cross_entropy,
     )
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mmfn import ops as op
 from mmfn.batch import Media
-from mmfn.compute import Compute
+from mmfn.compute import Compute, Region
 from mmfn.param import Param
 from mmfn.tree import Leaf, pytree
 
@@ -205,15 +205,21 @@ def block(
 ) -> Float[Tensor, "patches vision_embed"]:
     """Attend within each frame, then the feed-forward layer."""
     params = compute.ready(params)
-    ops = compute.ops
-    q, k, v = op.linear(
-        layer_norm(x, params.attention_norm), params.qkv.weight, params.qkv.bias
-    ).unbind(1)
+    ops, region = compute.ops, compute.tower
+    y = region.fan(layer_norm(x, params.attention_norm))
+    q, k, v = op.linear(y, params.qkv.weight, params.qkv.bias).unbind(1)
     q, k = ops.rotary(q, cos, sin), ops.rotary(k, cos, sin)
     y = ops.attention(q.unsqueeze(2), k, v, media.segments, causal=False).squeeze(2)
-    x = x + op.linear(y, params.proj.weight, params.proj.bias, contract=2)
-    y = op.linear(layer_norm(x, params.mlp_norm), params.up.weight, params.up.bias)
-    return x + op.linear(F.gelu(y, approximate="tanh"), params.down.weight, params.down.bias)
+    x = x + _out(params.proj, y, region)
+    y = region.fan(layer_norm(x, params.mlp_norm))
+    y = F.gelu(op.linear(y, params.up.weight, params.up.bias), approximate="tanh")
+    return x + _out(params.down, y, region)
+
+
+def _out(params: Affine, y: Tensor, region: Region) -> Tensor:
+    """Map back to the width of the stream; the bias counts once, after the sum over ranks."""
+    bias: Tensor = params.bias
+    return region.leave(op.linear(y, params.weight, contract=y.ndim - 1)) + bias
 
 
 def merge(
@@ -226,16 +232,17 @@ def merge(
         y = layer_norm(x.reshape(-1, joined), params.norm)
     else:
         y = layer_norm(x, params.norm).reshape(-1, joined)
-    y = F.gelu(op.linear(y, params.up.weight, params.up.bias))
-    return op.linear(y, params.down.weight, params.down.bias)
+    region = compute.tower
+    y = F.gelu(op.linear(region.fan(y), params.up.weight, params.up.bias))
+    return _out(params.down, y, region)
 
 
 def encode(
     params: Tower, media: Media, cfg: Config, compute: Compute
-) -> tuple[Float[Tensor, "features embed"], tuple[Float[Tensor, "features embed"], ...]]:
-    """Encode pictures and frames: features for the tokens, and deep ones for the first layers."""
+) -> tuple[Float[Tensor, "features embed"], ...]:
+    """Encode pictures and frames: features for the tokens, then deep ones for the first layers."""
     # The table is blended in float32, so it is not cast.
-    x = embed(compute.ready(params.patch), compute.gather(params.places), media)
+    x = embed(compute.ready(params.patch), compute.whole(params.places), media)
     cos, sin = map(compute.ops.once, angles(media.positions, cfg.embed // cfg.heads))
     x, kept = compute.stack(
         partial(block, compute=compute),
@@ -247,5 +254,5 @@ def encode(
         each=(None,) * cfg.layers,
         keep=cfg.deepstack,
     )
-    deep = tuple(merge(m, y, compute) for m, y in zip(params.deepstack, kept, strict=True))
-    return merge(params.merger, x, compute), deep
+    pairs = zip((params.merger, *params.deepstack), (x, *kept), strict=True)
+    return tuple(merge(merger, y, compute) for merger, y in pairs)

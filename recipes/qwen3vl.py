@@ -37,49 +37,81 @@ from mmfn.models import decoding, qwen3_vl
 from mmfn.models.flops import count, lengths
 from mmfn.recipes import qwen3vl_job as jobs
 from mmfn.recipes.qwen3vl_config import Config, refuse_other, resolve
+from mmfn.sharding import mesh as meshes
+from mmfn.sharding.axes import silent
+from mmfn.sharding.check import checker
+from mmfn.sharding.context import split
+from mmfn.sharding.launch import ALONE, Ranks
+from mmfn.sharding.launch import ranks as joined
+from mmfn.sharding.layout import full, local, on_local
+from mmfn.sharding.parallel import Parallel
 from mmfn.train import TrainState, make_step, start
 from mmfn.transforms import compile_blocks, compile_loss, compile_step, remat
 
 
-def main(cfg: Config) -> TrainState:
-    """Train as the config says; gives the last state."""
-    cfg = resolve(cfg)
+def main(cfg: Config, ranks: Ranks = ALONE) -> TrainState:
+    """Train as the config says, on all ranks; gives the last state."""
+    cfg = ranks.share(resolve(cfg))
     folder = cfg.run.out
     assert folder is not None
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--run.out={folder} is not a folder")
     device = resolve_device(cfg.run.device)
     device.prepare()
-    resumed = checkpoint.latest(folder)
+    resumed = ranks.share(checkpoint.latest(folder) if ranks.first else None)
     if resumed is not None and not cfg.run.resume:
         raise ValueError(f"{folder} holds a checkpoint of step {resumed}; --run.resume goes on")
     if cfg.run.resume:
         if resumed is None:
             raise ValueError(f"--run.resume: there is no whole checkpoint in {folder}")
         refuse_other(cfg, folder)
+    say = print if ranks.first else _silent
 
+    sizes = meshes.parse(cfg.mesh, ranks.world)
+    note = checker(ranks.store, seconds=cfg.sharding.timeout) if cfg.sharding.check else silent
+    mesh = meshes.make(sizes, device.name, note)
     job = jobs.load(cfg)
-    print(param.table(job.abstract) if cfg.run.verbose else job.headline)
-    train, steps = jobs.training(cfg, job, note=print)
-    held_out = jobs.evaluation(cfg, job)
-    folder.mkdir(parents=True, exist_ok=True)
-    about = jobs.about(cfg, job, device)
-    files.write_json(folder / "config.json", config.to_dict(cfg))
-    files.write_json(folder / "about.json", about)
+    on = jobs.parallel(cfg, job, mesh)
+    say(param.table(job.abstract) if cfg.run.verbose else job.headline)
+    read = jobs.reading(mesh, ranks)
+    train, steps = jobs.training(cfg, job, say, read)
+    held_out = jobs.evaluation(cfg, job, read)
+    about = jobs.about(job, device, mesh)
+    if ranks.first:
+        folder.mkdir(parents=True, exist_ok=True)
+        files.write_json(folder / "config.json", config.to_dict(cfg))
+        files.write_json(folder / "about.json", about)
 
-    compute = compose(cfg, device)
+    compute = compose(cfg, device, on)
     optimizer = make_optimizer(cfg, job, device, steps)
-    step = make_step(partial(loss, cfg=job.config, compute=compute), optimizer)
-    step = compile_step(step) if cfg.run.compile == "step" else step
-    state = initial(cfg, job, optimizer, device)
+    trained, _ = tree.partition(job.trained, on.layout.specs)
+    step = make_step(
+        on.loss(partial(loss, cfg=job.config, compute=compute)),
+        optimizer,
+        norm=on.norm(trained),
+        reduce=on.reduce,
+    )
+    step = on_local(compile_step(step) if cfg.run.compile == "step" else step)
+    state = initial(cfg, job, optimizer, on)
     if resumed is not None:
-        state, _ = checkpoint.restore(folder, resumed, state, donate=True)
+        state, _ = checkpoint.restore(folder, resumed, state, donate=True, group=ranks.group)
     done = 0 if resumed is None else resumed
 
+    cut = partial(
+        split,
+        index=mesh.cp.index,
+        ring=mesh.ring.size,
+        ulysses=mesh.ulysses.size,
+        merge=job.geometry.merge,
+    )
     place = partial(to_device, device=device.torch)
     peak = flops.peak(device.model, compute.dtype or torch.float32, cfg.run.peak_flops)
-    with logs.open_log(folder, steps, done) as log, loop.interruption() as stopping:
-        measure = partial(evaluate_all, cfg, job, held_out, compute, place, log)
+    shared = mesh.cp.size * mesh.tp.size
+    with (
+        logs.open_log(folder, steps, done, main=ranks.first) as log,
+        loop.interruption() as stopping,
+    ):
+        measure = partial(evaluate_all, cfg, job, held_out, on, compute, cut, place, log)
         state, done = loop.fit(
             step,
             state,
@@ -89,23 +121,30 @@ def main(cfg: Config) -> TrainState:
             log=log,
             actions=loop.Actions(
                 evaluate=lambda state, at: measure(state, at, cfg.data.eval_samples),
-                save=lambda state, at: save(cfg, state, at, about),
-                flops=lambda read: sum(count(job.config, lengths(b)).total for b in read.batches),
+                save=lambda state, at: save(cfg, state, at, about, ranks),
+                flops=lambda read: (
+                    sum(count(job.config, lengths(b)).total for b in read.batches) / shared
+                ),
                 memory=device.memory,
             ),
             every=loop.Every(cfg.train.eval_every, cfg.run.save_every),
             on_nonfinite=cfg.train.on_nonfinite,
             peak=peak,
-            place=place,
-            stopping=stopping,
+            place=lambda batch: place(cut(batch)),
+            # A signal may come to one rank only.
+            stopping=lambda: ranks.largest(stopping()),
         )
         if done < steps:
-            log.note(f"stopped after step {done} of {steps}; go on with: {command(cfg)}")
-            raise SystemExit(128 + stopping())
+            log.note(f"stopped after step {done} of {steps}; go on with: {command(cfg, ranks)}")
+            raise SystemExit(128 + ranks.largest(stopping()))
         found = measure(state, done, None)
-    finish(cfg, job, state, found, about)
+    finish(cfg, job, state, found, about, ranks)
     last: TrainState = state
     return last
+
+
+def _silent(text: str) -> None:
+    """Leave it to the first rank."""
 
 
 def loss(params: Any, batch: Any, cfg: qwen3_vl.Config, compute: Compute) -> torch.Tensor:
@@ -113,13 +152,22 @@ def loss(params: Any, batch: Any, cfg: qwen3_vl.Config, compute: Compute) -> tor
     return qwen3_vl.loss(params, batch, cfg, compute)
 
 
-def compose(cfg: Config, device: Device) -> Compute:
+def compose(cfg: Config, device: Device, on: Parallel) -> Compute:
     """Compose how the model is computed from the flags."""
-    stack = compile_blocks(sequential) if cfg.run.compile == "blocks" else sequential
-    stack = remat(stack) if cfg.train.remat else stack
-    dtype = torch.bfloat16 if cfg.train.precision == "bfloat16" else None
-    ops = compile_loss(device.ops) if cfg.run.compile == "blocks" else device.ops
-    return Compute(ops=ops, dtype=dtype, stack=stack)
+    blocks = cfg.run.compile == "blocks"
+    plain = Compute(
+        ops=compile_loss(device.ops) if blocks else device.ops,
+        dtype=torch.bfloat16 if cfg.train.precision == "bfloat16" else None,
+        stack=remat(sequential) if cfg.train.remat else sequential,
+    )
+    if cfg.run.compile == "step":
+        return on.whole_step(plain)
+    return on.compute(
+        plain,
+        compile_blocks if blocks else lambda stack: stack,
+        prefetch=cfg.sharding.prefetch,
+        again=cfg.sharding.regather and not cfg.train.remat,
+    )
 
 
 def make_optimizer(cfg: Config, job: jobs.Job, device: Device, steps: int) -> optim.Optimizer:
@@ -138,13 +186,15 @@ def make_optimizer(cfg: Config, job: jobs.Job, device: Device, steps: int) -> op
     )
 
 
-def initial(cfg: Config, job: jobs.Job, optimizer: optim.Optimizer, device: Device) -> TrainState:
-    """Make the state before the first step: weights from the folder, or initial ones."""
+def initial(cfg: Config, job: jobs.Job, optimizer: optim.Optimizer, on: Parallel) -> TrainState:
+    """Make the state before the first step: weights from the folder, or initial ones.
+
+    Each rank makes or reads its own parts only.
+    """
     if cfg.model.path is None:
-        params = param.init(job.abstract, cfg.run.seed)
+        params = param.init(job.abstract, cfg.run.seed, place=on.layout.place)
     else:
-        params = weights.load(job.abstract, cfg.model.path)
-    params = tree.map(lambda leaf: leaf.to(device.torch), params)
+        params = weights.load(job.abstract, cfg.model.path, place=on.layout.place)
     trained, frozen = tree.partition(job.trained, params)
     whole = not tree.leaves(frozen)
     return start(trained, optimizer, frozen=None if whole else frozen, seed=cfg.run.seed)
@@ -159,7 +209,9 @@ def evaluate_all(
     cfg: Config,
     job: jobs.Job,
     held_out: Loader | None,
+    on: Parallel,
     compute: Compute,
+    cut: Any,
     place: Any,
     log: logs.Log,
     state: TrainState,
@@ -169,13 +221,14 @@ def evaluate_all(
     """Measure loss and answers on what was held out (`limit` answers; None for all), and log it."""
     if held_out is None:
         return []
-    params = whole(state)
+    params = on.layout.bind(local(whole(state)))
     metrics: dict[str, float] = {
         "eval/loss": evaluate.mean_loss(
-            lambda batch: qwen3_vl.loss(params, place(batch), job.config, compute),
+            lambda batch: on.total(qwen3_vl.loss(params, place(cut(batch)), job.config, compute)),
             held_out.steps(),
         )
     }
+    alone = on.answering(compute)
     asked = evaluate.answered(job.held_out)
     # Pictures of both kinds of question: not the first ones, which may be all of one kind.
     chosen = asked if limit is None else random.Random(0).sample(asked, min(limit, len(asked)))
@@ -185,9 +238,9 @@ def evaluate_all(
         root=job.root,
         geometry=job.geometry,
         prefill=lambda batch, **sizes: decoding.prefill(
-            params, place(batch), job.config, compute, **sizes
+            params, place(batch), job.config, alone, **sizes
         ),
-        decode=lambda cache, tokens: decoding.decode(params, cache, tokens, job.config, compute),
+        decode=lambda cache, tokens: decoding.decode(params, cache, tokens, job.config, alone),
         limit=cfg.data.answer_tokens,
     )
     if found:
@@ -196,19 +249,20 @@ def evaluate_all(
     return found
 
 
-def save(cfg: Config, state: TrainState, at: int, about: dict[str, Any]) -> None:
+def save(cfg: Config, state: TrainState, at: int, about: dict[str, Any], ranks: Ranks) -> None:
     """Write a checkpoint of the state after `at` steps."""
     assert cfg.run.out is not None
     meta = {"config": config.to_dict(cfg), "about": about}
-    checkpoint.save(cfg.run.out, at, state, meta, keep=cfg.run.keep)
+    checkpoint.save(cfg.run.out, at, state, meta, keep=cfg.run.keep, group=ranks.group)
 
 
-def command(cfg: Config) -> str:
+def command(cfg: Config, ranks: Ranks) -> str:
     """Write the command that goes on with this run."""
+    start = ["python"] if ranks.world == 1 else ["torchrun", f"--nproc_per_node={ranks.world}"]
     words = [word for word in sys.argv[1:] if word not in ("--run.resume", "--run.no-resume")]
     if "--run.out" not in " ".join(words):
         words += ["--run.out", str(cfg.run.out)]
-    return shlex.join(["python", "recipes/qwen3vl.py", *words, "--run.resume"])
+    return shlex.join([*start, "recipes/qwen3vl.py", *words, "--run.resume"])
 
 
 def finish(
@@ -217,10 +271,26 @@ def finish(
     state: TrainState,
     found: list[evaluate.Answer],
     about: dict[str, Any],
+    ranks: Ranks,
 ) -> None:
     """Export the weights, write the report, and print what came out."""
     folder = cfg.run.out
     assert folder is not None
+    if cfg.run.export:
+        target = folder / "export"
+        if ranks.first:
+            shutil.rmtree(target, ignore_errors=True)  # Of the run before it was resumed.
+        weights.export(
+            whole(state),
+            job.abstract,
+            target,
+            source=cfg.model.path,
+            files=job.files,
+            fetch=full,
+            write=ranks.first,
+        )
+    if not ranks.first:
+        return
     steps, evaluations = logs.read(folder)
     summary: dict[str, str | int | float] = {}
     right = sum(answer.right for answer in found)
@@ -238,16 +308,7 @@ def finish(
     shown = [jobs.show(answer, job) for answer in jobs.choose(found, 24)]
     page = report.write(folder, config=config.to_dict(cfg), summary=summary, samples=shown)
     if cfg.run.export:
-        target = folder / "export"
-        shutil.rmtree(target, ignore_errors=True)  # Of the run before it was resumed.
-        weights.export(
-            tree.map(lambda leaf: leaf.to("cpu"), whole(state)),
-            job.abstract,
-            target,
-            source=cfg.model.path,
-            files=job.files,
-        )
-        print(f"exported {target}")
+        print(f"exported {folder / 'export'}")
     print(f"report {page}")
     if found:
         print(jobs.answer_table(jobs.choose(found, 8)))
@@ -257,9 +318,16 @@ def finish(
 def run(argv: list[str]) -> None:
     """Run from the words of a command line; what is wrong with the input is said in a line."""
     cfg = cli.parse(Config, argv, prog="qwen3vl.py", description=__doc__ or "")
+    said = (ValueError, FloatingPointError, OSError)
+
+    def say(error: BaseException) -> str | None:
+        return str(error) if isinstance(error, said) and not cfg.run.traceback else None
+
     try:
-        main(cfg)
-    except (ValueError, FloatingPointError, OSError) as error:
+        backend = resolve_device(cfg.run.device).backend
+        with joined(backend, seconds=cfg.sharding.timeout, say=say) as ranks:
+            main(cfg, ranks)
+    except said as error:
         if cfg.run.traceback:
             raise
         print(f"qwen3vl.py: {error}", file=sys.stderr)

@@ -157,13 +157,37 @@ class Run:
 
 
 @attrs.frozen
+class Sharding:
+    """How weights and work are cut over the ranks of --mesh."""
+
+    rules: tuple[str, ...] = ()
+    """Name of a table, then AXIS=MESH_AXIS changes: `fsdp_tp vocab=`; by default what fits --mesh.
+    Tables: fsdp, fsdp_tp, fsdp_tp_text (the tower whole on the ranks of tp)."""
+    sequence: bool = True
+    """Cut tokens over tp between attention and feed-forward layers: less memory, same traffic."""
+    regather: bool = True
+    """Gather weights again backward (ZeRO-3); --sharding.no-regather keeps them (ZeRO-2)."""
+    prefetch: bool = True
+    """Start the next layer's gather before a layer is computed."""
+    check: bool = False
+    """Compare each collective over the ranks first: slow, finds calls in a wrong order."""
+    timeout: int = 600
+    """Seconds that a rank waits for others before the run ends."""
+
+
+@attrs.frozen
 class Config:
     """All flags."""
 
+    mesh: str = ""
+    """Ranks by axis, under torchrun: "fsdp=4 tp=2"; axes dp, fsdp, cp, tp, and ulysses, the part of
+    cp that exchanges heads (the rest is a ring); one may be left open (`fsdp=`); default all fsdp.
+    """
     model: Model = Model()
     data: Data = Data()
     optimizer: Optimizer = Optimizer()
     train: Train = Train()
+    sharding: Sharding = Sharding()
     run: Run = Run()
 
 
@@ -243,6 +267,7 @@ def _check(cfg: Config) -> None:
         "--run.save-every": (run.save_every, 0),
         "--run.keep": (run.keep, 1),
         "--run.seed": (run.seed, 0),
+        "--sharding.timeout": (cfg.sharding.timeout, 1),
         "--optimizer.lr": (own.lr, 0),
         "--optimizer.weight-decay": (own.weight_decay, 0),
         "--optimizer.eps": (own.eps, 0),
@@ -269,11 +294,14 @@ def _check(cfg: Config) -> None:
 
 
 FREE = {
+    "mesh",
+    *(f"sharding.{name}" for name in ("rules", "sequence", "regather", "prefetch")),
+    *(f"sharding.{name}" for name in ("check", "timeout")),
     *(f"run.{name}" for name in ("resume", "out", "verbose", "traceback", "export")),
     *(f"run.{name}" for name in ("save_every", "keep", "peak_flops")),
     *(f"data.{name}" for name in ("workers", "eval_samples", "answer_tokens")),
 }
-"""What may change when a run goes on: nothing that its numbers depend on."""
+"""What may change when a run goes on: nothing that its numbers depend on but by rounding."""
 
 
 def refuse_other(cfg: Config, folder: Path) -> None:

@@ -20,13 +20,18 @@ from mmfn.data import digits, formats, media, scan
 from mmfn.data import plan as plans
 from mmfn.data import tokenizer as tokenizers
 from mmfn.data.encoded import Geometry
-from mmfn.data.loader import Loader
+from mmfn.data.loader import Loader, alone
 from mmfn.data.sample import Sample
 from mmfn.device import Device
 from mmfn.evaluate import Answer
 from mmfn.models import hub, qwen3_vl, vision
 from mmfn.recipes.qwen3vl_config import Config
 from mmfn.report import Shown
+from mmfn.sharding import parallel as parallels
+from mmfn.sharding import rules as tables
+from mmfn.sharding.launch import Ranks
+from mmfn.sharding.mesh import Mesh
+from mmfn.sharding.parallel import Parallel
 
 
 @attrs.frozen(eq=False)
@@ -55,6 +60,49 @@ class Job:
             f"Qwen3-VL of {total:,} parameters, {param.count(kept):,} of them trained, "
             f"on {len(self.train):,} samples; {len(self.held_out):,} held out"
         )
+
+
+@attrs.frozen(eq=False)
+class Reading:
+    """Which share of the data a rank reads."""
+
+    ranks: int = 1
+    """Ranks that read different samples."""
+    rank: int = 0
+    """Which of them this is."""
+    psum: Callable[[tuple[int, ...]], tuple[int, ...]] = alone
+    """Sums integers over them."""
+
+
+def reading(mesh: Mesh, ranks: Ranks) -> Reading:
+    """Say what this rank of a mesh reads: those that differ in cp and tp only read the same."""
+    same = mesh.sizes.cp * mesh.sizes.tp
+
+    def psum(numbers: tuple[int, ...]) -> tuple[int, ...]:
+        # Over all ranks, so that one that failed alone is noticed by all: upward, it counts.
+        return tuple(-(-number // same) for number in ranks.sum(numbers))
+
+    return Reading(mesh.sizes.data, mesh.data_index, psum)
+
+
+def parallel(cfg: Config, job: Job, mesh: Mesh) -> Parallel:
+    """Put the job's model on a mesh by the table of the flags, or by one that fits.
+
+    Raises:
+        ValueError: the mesh does not fit the model, or the table neither; says the numbers.
+    """
+    model, sizes = job.config, mesh.sizes
+    if cfg.sharding.rules:
+        rules = tables.parse(cfg.sharding.rules)
+    elif sizes.tp == 1:
+        rules = tables.FSDP
+    else:
+        fits = model.vision.heads % sizes.tp == 0
+        rules = tables.FSDP_TP if fits else tables.FSDP_TP_TEXT
+    rules = tables.for_heads(
+        rules, sizes, kv_heads=model.kv_heads, groups=model.heads // model.kv_heads
+    )
+    return parallels.make(job.abstract, mesh, rules, sequence=cfg.sharding.sequence)
 
 
 DIGITS = 2876
@@ -164,7 +212,9 @@ def _job(
     )
 
 
-def training(cfg: Config, job: Job, note: Callable[[str], None]) -> tuple[Loader, int]:
+def training(
+    cfg: Config, job: Job, note: Callable[[str], None], read: Reading = Reading()
+) -> tuple[Loader, int]:
     """Measure the training samples and plan their steps; gives the loader and how many."""
     found = _scan(cfg, job, job.train, cfg.data.on_long)
     for message in (*found.long[:5], *found.bad[:5]):
@@ -178,7 +228,7 @@ def training(cfg: Config, job: Job, note: Callable[[str], None]) -> tuple[Loader
         tokens=cfg.data.row_tokens,
         rows=cfg.data.rows,
         accumulate=cfg.train.accumulate,
-        ranks=1,
+        ranks=read.ranks,
         epochs=cfg.train.epochs or 1,
         seed=cfg.run.seed,
         shuffle=cfg.data.shuffle,
@@ -186,25 +236,25 @@ def training(cfg: Config, job: Job, note: Callable[[str], None]) -> tuple[Loader
     steps = cfg.train.steps
     if steps is not None:
         # Epochs enough for the steps: each has the same number but for how rows happen to fill.
-        while len(loader := _loader(cfg, job, job.train, found, plan)) < steps:
+        while len(loader := _loader(cfg, job, job.train, found, plan, read)) < steps:
             more = -(-steps * plan.epochs // len(loader))
             plan = attrs.evolve(plan, epochs=max(plan.epochs + 1, more))
         return loader, steps
-    loader = _loader(cfg, job, job.train, found, plan)
+    loader = _loader(cfg, job, job.train, found, plan, read)
     return loader, len(loader)
 
 
-def evaluation(cfg: Config, job: Job) -> Loader | None:
+def evaluation(cfg: Config, job: Job, read: Reading = Reading()) -> Loader | None:
     """Plan one pass over the held-out samples; a sample too long for a row is left out."""
     if not len(job.held_out):
         return None
     found = _scan(cfg, job, job.held_out, "drop")
     assert cfg.data.row_tokens is not None
     plan = plans.Plan(
-        tokens=cfg.data.row_tokens, rows=cfg.data.rows, accumulate=1, ranks=1, epochs=1,
+        tokens=cfg.data.row_tokens, rows=cfg.data.rows, accumulate=1, ranks=read.ranks, epochs=1,
         seed=0, shuffle=False,
     )  # fmt: skip
-    return attrs.evolve(_loader(cfg, job, job.held_out, found, plan), workers=0)
+    return attrs.evolve(_loader(cfg, job, job.held_out, found, plan, read), workers=0)
 
 
 def _scan(cfg: Config, job: Job, samples: Sequence[Sample], on_long: Any) -> scan.Scan:
@@ -224,7 +274,12 @@ def _policy(cfg: Config, on_long: Any) -> scan.Policy:
 
 
 def _loader(
-    cfg: Config, job: Job, samples: Sequence[Sample], found: scan.Scan, plan: plans.Plan
+    cfg: Config,
+    job: Job,
+    samples: Sequence[Sample],
+    found: scan.Scan,
+    plan: plans.Plan,
+    read: Reading,
 ) -> Loader:
     return Loader(
         samples=samples,
@@ -234,11 +289,13 @@ def _loader(
         geometry=job.geometry,
         policy=_policy(cfg, cfg.data.on_long),
         normalise=cfg.train.normalise,
+        rank=read.rank,
+        psum=read.psum,
         workers=cfg.data.workers,
     )
 
 
-def about(cfg: Config, job: Job, device: Device) -> dict[str, Any]:
+def about(job: Job, device: Device, mesh: Mesh) -> dict[str, Any]:
     """Say what ran: versions, commit, device."""
     return {
         "mmfn": mmfn.__version__,
@@ -246,6 +303,7 @@ def about(cfg: Config, job: Job, device: Device) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "device": device.name,
+        "mesh": str(mesh.sizes),
     }
 
 

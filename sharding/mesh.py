@@ -1,0 +1,203 @@
+"""Meshes of ranks: from "fsdp=4 tp=2" to axes with their process groups.
+
+World = dp · fsdp · cp · tp, the last changing fastest. Data is split over dp · fsdp, the tokens of
+a row over cp, heads, channels and vocabulary over tp. Weights are stored in parts over the
+flattened fsdp · cp, called `fsdp` in tables of rules, and in copies over dp.
+
+cp is itself ring · ulysses: heads are exchanged within `ulysses` ranks, keys go round `ring`.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from mmfn.sharding.axes import Axis, silent
+
+NAMES = ("dp", "fsdp", "cp", "tp")
+"""Axes of a mesh, slowest first."""
+
+
+@attrs.frozen
+class Sizes:
+    """Sizes of the axes."""
+
+    dp: int = 1
+    """Copies of everything; data is split over them."""
+    fsdp: int = 1
+    """Weights are cut over these, data too."""
+    cp: int = 1
+    """Tokens of a row are cut over these, and weights."""
+    tp: int = 1
+    """Heads, channels and vocabulary are cut over these."""
+    ulysses: int = 1
+    """How many of cp exchange heads; the others pass keys round a ring."""
+
+    def __attrs_post_init__(self) -> None:
+        for field in attrs.fields(Sizes):
+            if getattr(self, field.name) < 1:
+                raise ValueError(f"mesh axis {field.name}={getattr(self, field.name)} is below 1")
+        if self.cp % self.ulysses:
+            raise ValueError(f"cp={self.cp} is not a multiple of ulysses={self.ulysses}")
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.dp * self.fsdp * self.cp * self.tp
+
+    @property
+    def data(self) -> int:
+        """Number of ranks that read different samples."""
+        return self.dp * self.fsdp
+
+    def __str__(self) -> str:
+        """Write the sizes as `parse` reads them."""
+        words = [f"{name}={getattr(self, name)}" for name in NAMES if getattr(self, name) > 1]
+        if self.cp > 1:
+            words.append(f"ulysses={self.ulysses}")
+        return " ".join(words) or "fsdp=1"
+
+
+def parse(text: str, world: int) -> Sizes:
+    """Read sizes such as `fsdp=4 tp=2`; one may be left as `fsdp=` to fill the world.
+
+    Without any size left open, and where none is named, `fsdp` fills the world. `ulysses` is that
+    of `cp` unless it is given.
+
+    Raises:
+        ValueError: an axis is unknown or named twice, a size is no number, or they do not make
+            the world; says which and both numbers.
+    """
+    found: dict[str, int | None] = {}
+    for word in re.split(r"[\s,]+", text.strip()):
+        if not word:
+            continue
+        name, equals, size = word.partition("=")
+        if name not in (*NAMES, "ulysses") or not equals:
+            raise ValueError(f"mesh {text!r}: {word!r} is none of {', '.join(NAMES)} with =SIZE")
+        if name in found:
+            raise ValueError(f"mesh {text!r} names {name} twice")
+        if size and not size.isdecimal():
+            raise ValueError(f"mesh {text!r}: the size of {name} is {size!r}, not a whole number")
+        found[name] = int(size) if size else None
+    ulysses = found.pop("ulysses", None)
+    if not found:
+        found["fsdp"] = None
+    open_axes = [name for name, size in found.items() if size is None]
+    if len(open_axes) > 1:
+        raise ValueError(f"mesh {text!r} leaves {' and '.join(open_axes)} open; one can be")
+    known = {name: size for name, size in found.items() if size is not None}
+    product = 1
+    for name, size in known.items():
+        if size < 1:
+            raise ValueError(f"mesh {text!r}: {name}={size} is below 1")
+        product *= size
+    if open_axes:
+        if world % product:
+            raise ValueError(f"mesh {text!r}: {product} does not divide the {world} ranks")
+        known[open_axes[0]] = world // product
+    elif product != world:
+        raise ValueError(f"mesh {text!r} has {product} ranks; there are {world}")
+    return Sizes(**known, ulysses=ulysses or known.get("cp", 1))
+
+
+@attrs.frozen(eq=False)
+class Mesh:
+    """The axes as this rank sees them, and what tensors are stored on."""
+
+    sizes: Sizes
+    dp: Axis
+    shard: Axis
+    """fsdp and cp flattened: weights are cut over it."""
+    tp: Axis
+    ring: Axis
+    ulysses: Axis
+    cp: Axis
+    """ring and ulysses flattened: the tokens of a row are cut over it."""
+    all: Axis
+    """All ranks."""
+    stored: DeviceMesh | None
+    """The mesh (dp, fsdp, tp) of stored tensors; `None` for a single process without ranks."""
+    device: torch.device
+    """Where stored tensors are."""
+
+    @property
+    def data_index(self) -> int:
+        """Which samples this rank reads, of `sizes.data`."""
+        return self.dp.index * self.sizes.fsdp + self.shard.index // self.sizes.cp
+
+    @property
+    def axes(self) -> Mapping[str, Axis]:
+        """The axes that weights are stored on, by their names in rules."""
+        return {"fsdp": self.shard, "tp": self.tp}
+
+
+def single(device: str = "cpu") -> Mesh:
+    """Make the mesh of a single process."""
+    alone = {name: Axis(name) for name in ("dp", "shard", "tp", "ring", "ulysses", "cp", "all")}
+    return Mesh(Sizes(), **alone, stored=None, device=torch.device(device))
+
+
+def make(
+    sizes: Sizes, device: str = "cpu", note: Callable[[str, Axis, Tensor], None] = silent
+) -> Mesh:
+    """Make a mesh of all ranks of the process group that is there; every rank calls it.
+
+    Raises:
+        ValueError: the sizes do not make the world; says both numbers.
+    """
+    if not dist.is_initialized():
+        if sizes.world != 1:
+            raise ValueError(f"mesh {sizes} has {sizes.world} ranks; this is a single process")
+        return single(device)
+    world = dist.get_world_size()
+    if sizes.world != world:
+        raise ValueError(f"mesh {sizes} has {sizes.world} ranks; there are {world}")
+    shard = sizes.fsdp * sizes.cp
+    stored = init_device_mesh(
+        device, (sizes.dp, shard, sizes.tp), mesh_dim_names=("dp", "fsdp", "tp")
+    )
+
+    def axis(name: str, size: int, group: dist.ProcessGroup | None) -> Axis:
+        if size == 1 or group is None:
+            return Axis(name)
+        return Axis(name, size, dist.get_rank(group), group.group_name, note)
+
+    def along(name: str, size: int, *, others: Sequence[int]) -> Axis:
+        """Make the groups of an axis that weights are not stored on."""
+        if size == 1:
+            return Axis(name)
+        table = ranks.permute(*others, *(d for d in range(5) if d not in others)).reshape(-1, size)
+        group, _ = dist.new_subgroups_by_enumeration(table.tolist())
+        return axis(name, size, group)
+
+    ring = sizes.cp // sizes.ulysses
+    ranks = torch.arange(world).view(sizes.dp, sizes.fsdp, ring, sizes.ulysses, sizes.tp)
+    flat = axis("fsdp", shard, stored.get_group("fsdp"))
+    # An axis that is the whole of another has its group: each costs buffers on a device.
+    context = (
+        attrs.evolve(flat, name="cp")
+        if sizes.fsdp == 1
+        else along("cp", sizes.cp, others=(0, 1, 4))
+    )
+    everyone = dist.group.WORLD
+    return Mesh(
+        sizes,
+        dp=axis("dp", sizes.dp, stored.get_group("dp")),
+        shard=flat,
+        tp=axis("tp", sizes.tp, stored.get_group("tp")),
+        ring=attrs.evolve(context, name="ring")
+        if sizes.ulysses == 1
+        else along("ring", ring, others=(0, 1, 3, 4)),
+        ulysses=attrs.evolve(context, name="ulysses")
+        if ring == 1
+        else along("ulysses", sizes.ulysses, others=(0, 1, 2, 4)),
+        cp=context,
+        all=axis("all", world, everyone),
+        stored=stored,
+        device=torch.device(device),
+    )

@@ -1,0 +1,131 @@
+"""A model on a mesh: everything that follows from mesh, rules and options, put together."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import attrs
+from torch import Tensor
+
+from mmfn import tree
+from mmfn.compute import Compute, Stack
+from mmfn.sharding import axes, layout, regions, unshard
+from mmfn.sharding.layout import Layout
+from mmfn.sharding.mesh import Mesh
+from mmfn.sharding.rules import Rules
+
+TEXT = ("kv_heads", "mlp", "vocab")
+"""Axes of the decoder that are cut over tp together: its blocks sum over the ranks."""
+
+TOWER = ("vision_heads", "vision_mlp", "merged_mlp")
+"""Axes of the tower that are, or none of them."""
+
+HEADS = ("kv_heads", "groups", "vision_heads")
+"""Axes that tp has to divide; others may be cut in uneven parts."""
+
+
+@attrs.frozen(eq=False)
+class Parallel:
+    """A mesh, where weights live on it, and how blocks are cut."""
+
+    mesh: Mesh
+    layout: Layout
+    rules: Rules
+    sequence: bool = False
+    """Whether tokens are cut over tp between blocks."""
+
+    def compute(
+        self,
+        plain: Compute,
+        wrap: Callable[[Stack], Stack] = lambda stack: stack,
+        *,
+        prefetch: bool = True,
+        again: bool = False,
+    ) -> Compute:
+        """Make of a `Compute` for one device that of this mesh.
+
+        Its stack is what is done within a block's gathered weights (`remat`), `wrap` what is done
+        to the block (`compile_blocks`). `again` gathers weights again backward, where `remat` does
+        not anyway.
+        """
+        if self.mesh.sizes.world == 1:
+            return attrs.evolve(plain, stack=wrap(plain.stack))
+        stack = unshard.gathering(
+            plain.stack, self.mesh, plain.dtype, prefetch=prefetch, again=again
+        )
+        return attrs.evolve(self.whole_step(plain), stack=wrap(stack))
+
+    def whole_step(self, plain: Compute) -> Compute:
+        """Make that for a step which is compiled whole: blocks gather their own weights."""
+        if self.mesh.sizes.world == 1:
+            return plain
+        return attrs.evolve(
+            plain,
+            gather=unshard.gather(self.mesh),
+            text=regions.text(self.mesh, sequence=self.sequence),
+            tower=regions.tower(self.mesh, cut="vision_heads" in self.rules),
+        )
+
+    def answering(self, compute: Compute) -> Compute:
+        """Make that for decoding: each rank reads whole rows."""
+        if self.mesh.sizes.world == 1:
+            return compute
+        return attrs.evolve(compute, text=regions.Cut(self.mesh.tp))
+
+    def loss(self, loss: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
+        """Let a loss of (params, batch) take the local tensors of a rank."""
+        return lambda params, batch: loss(self.layout.bind(params), batch)
+
+    def norm(self, trained: Any) -> Callable[[Any], Tensor]:
+        """Make the norm of a tree of local gradients; `trained` has the specs of its leaves."""
+        return partial(self.layout.norm, trained=trained)
+
+    def total(self, loss: Tensor) -> Tensor:
+        """Sum a loss over all ranks that read something else."""
+        # Ranks of tp have the same loss: all ranks have a sum, and divide it.
+        return axes.reduce(loss, self.mesh.all) / self.mesh.sizes.tp
+
+    def reduce(self, loss: Tensor, grads: Any) -> tuple[Tensor, Any]:
+        """Make of this rank's loss and local gradients those of all ranks; for `make_step`."""
+        return self.total(loss), self.layout.sum_copies(grads)
+
+
+def make(
+    abstract: Any,
+    mesh: Mesh,
+    rules: Rules,
+    *,
+    sequence: bool = False,
+) -> Parallel:
+    """Put a model on a mesh.
+
+    Raises:
+        ValueError: the rules do not go with the mesh, cannot be computed with, or cut heads that
+            tp does not divide; names them.
+    """
+    check(rules, mesh)
+    for path, param in tree.items(abstract):
+        for axis, size in zip(param.axes, param.shape, strict=True):
+            if axis in HEADS and rules.get(axis) == "tp" and size % mesh.tp.size:
+                raise ValueError(f"{path}: {axis}={size} is not a multiple of tp={mesh.tp.size}")
+    return Parallel(mesh, layout.make(abstract, mesh, rules), rules, sequence)
+
+
+def check(rules: Rules, mesh: Mesh) -> None:
+    """Refuse tables whose tp the blocks cannot compute with.
+
+    Raises:
+        ValueError: names the axes.
+    """
+    cut = {axis for axis, target in rules.items() if target == "tp"}
+    heads = {"groups" if axis == "kv_heads" and "groups" in cut else axis for axis in TEXT}
+    if unknown := sorted(cut - heads - set(TOWER)):
+        raise ValueError(f"axis {unknown[0]!r} goes to tp; {', '.join((*TEXT, *TOWER))} can")
+    for part, axes_of_part in (("decoder", heads), ("tower", set(TOWER))):
+        if (some := cut & axes_of_part) and some != axes_of_part:
+            left = sorted(axes_of_part - some)
+            raise ValueError(
+                f"{', '.join(sorted(some))} of the {part} go to tp, but not {', '.join(left)}"
+            )
+    if mesh.tp.size > 1 and not heads <= cut:
+        raise ValueError(f"the mesh has tp={mesh.tp.size}, but the rules cut nothing over tp")
