@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from mmfn.param import Param as Param
     from mmfn.param import init as init
     from mmfn.transforms import value_and_grad as value_and_grad
-    from mmfn.weights import export as export
     from mmfn.weights import load as load
+    from mmfn.weights_export import export as export
 
 __version__ = "0.1.0"
 
@@ -22,7 +22,7 @@ _HOME = {
     "Param": "mmfn.param",
     "init": "mmfn.param",
     "value_and_grad": "mmfn.transforms",
-    "export": "mmfn.weights",
+    "export": "mmfn.weights_export",
     "load": "mmfn.weights",
 }
 

@@ -11,7 +11,6 @@ It is written under a name that ends in `.partial`, synced, and renamed. One run
 to a folder. `group` is the ranks that hold the state together; `None` is this process alone.
 """
 
-import hashlib
 import logging
 import os
 import re
@@ -260,8 +259,7 @@ def _unwrapped(folder: Path) -> Iterator[None]:
 
 
 def _stat(path: Path) -> tuple[int, str]:
-    with open(path, "rb") as file:
-        return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
+    return path.stat().st_size, disk.digest(path)
 
 
 def _read_manifest(folder: Path) -> _Manifest:
@@ -305,7 +303,10 @@ def _problem(folder: Path) -> str | None:
 
 def _check(path: Path, file: tuple[int, str]) -> None:
     if _stat(path) != file:
-        raise ValueError(f"{path} is not what was written: its bytes have another digest")
+        raise ValueError(
+            f"{path} is not what was written: its bytes have another digest; without the folder "
+            f"{path.parent.name} a run goes on from the checkpoint before"
+        )
     if path.suffix == ".safetensors":
         try:
             with safe_open(path, framework="pt"):

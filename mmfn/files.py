@@ -1,5 +1,6 @@
 """Files that are complete or absent: written beside their place, synced, renamed into it."""
 
+import hashlib
 import json
 import math
 import os
@@ -22,6 +23,19 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def digest(path: Path) -> str:
+    """Give the SHA-256 of a file, in hexadecimal.
+
+    Raises:
+        ValueError: it is no file that can be read; names it.
+    """
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def publish(partial: Path, final: Path) -> None:

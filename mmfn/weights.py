@@ -1,4 +1,4 @@
-"""Published weights: a folder of safetensors files to a tree of tensors, and back.
+"""Published weights: from a folder of safetensors files to a tree of tensors.
 
 Only safetensors and JSON files are read, never pickles (`.bin`, `.pt`) and never code. Files are
 named by `model.safetensors.index.json`, or, without one, are all `*.safetensors` of the folder.
@@ -8,10 +8,7 @@ a plain name.
 Source: the safetensors format, version 0.4 and later; the index of Hugging Face's checkpoints.
 """
 
-import json
-import shutil
-import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,10 +32,6 @@ DTYPES: Mapping[str, torch.dtype] = {
 }
 """Names of dtypes in safetensors files, of those that weights are read from and written in."""
 
-COMPANIONS = (".json", ".jinja", ".txt", ".model", ".tiktoken")
-"""Suffixes of the files that travel with weights: config, generation config, tokenizer, processor
-and chat template. Indices of weights do not; code and weights never."""
-
 
 @attrs.frozen
 class Entry:
@@ -51,7 +44,9 @@ class Entry:
 
 
 @attrs.frozen
-class _Leaf:
+class Found:
+    """A leaf, and the keys under which a folder holds it."""
+
     path: str
     param: Param
     keys: tuple[str, ...]
@@ -70,9 +65,10 @@ def load(
     Raises:
         ValueError: no such folder or no safetensors in it, a damaged file, an index that points
             elsewhere; keys that are missing, unexpected or in two files, shapes and dtypes that
-            do not fit, all of them in one message, before any tensor is read; unequal copies.
+            do not fit, all of them in one message, before any tensor is read; unequal copies;
+            values that are not finite.
     """
-    found, leaves = _match(abstract, folder)
+    found, leaves = match(abstract, folder)
     _check_copies(found, leaves, dtype, place)
     values: list[Any] = [None] * len(leaves)
     for file in dict.fromkeys(found[leaf.keys[0]].file for leaf in leaves):
@@ -80,72 +76,19 @@ def load(
             for index, leaf in enumerate(leaves):
                 if found[leaf.keys[0]].file == file:
                     part, wrap = place(leaf.path, leaf.param)
-                    values[index] = wrap(_read(reader, leaf.keys[0], leaf.param, part, dtype))
+                    value = _read(reader, leaf.keys[0], leaf.param, part, dtype)
+                    if not bool(value.isfinite().all()):
+                        raise ValueError(f"{file}: {leaf.keys[0]} has values that are not finite")
+                    values[index] = wrap(value)
     return tree.unflatten(abstract, values)
 
 
-def export(
-    params: Any,
-    abstract: Any,
-    folder: Path,
-    *,
-    source: Path | None = None,
-    files: Mapping[str, bytes | str] | None = None,
-    dtype: torch.dtype | None = None,
-    shard_bytes: int = 5_000_000_000,
-    fetch: Callable[[Tensor], Tensor] = lambda value: value,
-    write: bool = True,
-) -> None:
-    """Write weights as a published folder that `load` and `transformers` read.
-
-    With a `source` checkpoint the keys, their copies and the dtype of each tensor are its own, and
-    its `COMPANIONS` are copied; without, keys are those of `abstract` and values keep their dtype.
-    An explicit `dtype` comes before both (a config's own `dtype` entry stays as it is). `files`
-    are written beside the weights, in place of copies of the same name. No file holds more than
-    `shard_bytes` of tensors, unless it holds one. The folder appears when it is complete.
-
-    Weights that are cut over ranks are made whole by `fetch`, one at a time. All ranks call this,
-    and one of them does `write`.
+def match(abstract: Any, folder: Path) -> tuple[dict[str, Entry], list[Found]]:
+    """Find the tensors of a tree in a folder: what is in it by key, and where each leaf is.
 
     Raises:
-        ValueError: the folder exists and is not empty, a leaf has another shape than its `Param`,
-            the source holds other weights, a name in `files` is no plain name or is that of
-            weights, a finite value has no finite one in the dtype written; names them.
+        ValueError: as `load`, before any tensor is read.
     """
-    texts = files or {}
-    for name in texts:
-        if not disk.plain_name(name) or name == INDEX or name.endswith(".safetensors"):
-            raise ValueError(f"files: {name!r} is not a plain file name, or is one of weights")
-    values = _values(params, abstract)
-    if source is None:
-        written = [(path, p.key, dtype or values[path].dtype) for path, p in tree.items(abstract)]
-    else:
-        found, leaves = _match(abstract, source)
-        written = [
-            (leaf.path, key, dtype or DTYPES[found[key].dtype])
-            for leaf in leaves
-            for key in leaf.keys
-        ]
-    shapes = {path: p.published for path, p in tree.items(abstract)}
-    tensors = [
-        _Tensor(key, shapes[path], kind, _source(path, values[path], kind, fetch))
-        for path, key, kind in written
-    ]
-    if not write:
-        for shard in _shards(tensors, shard_bytes):
-            for tensor in _ordered(shard):
-                tensor.make()
-        return
-    with disk.new_folder(Path(folder)) as partial:
-        if source is not None:
-            for path in _companions(source):
-                shutil.copyfile(path, partial / path.name)
-        for name, text in texts.items():
-            (partial / name).write_bytes(text.encode() if isinstance(text, str) else text)
-        _write_shards(tensors, partial, shard_bytes)
-
-
-def _match(abstract: Any, folder: Path) -> tuple[dict[str, Entry], list[_Leaf]]:
     found, problems = _scan(folder)
     missing, shapes, dtypes = [], [], []
     leaves = []
@@ -163,7 +106,7 @@ def _match(abstract: Any, folder: Path) -> tuple[dict[str, Entry], list[_Leaf]]:
                 shapes.append(f"{key} is {found[key].shape}, needed {leaf.published}")
             if found[key].dtype not in DTYPES:
                 dtypes.append(f"{key} is {found[key].dtype}")
-        leaves.append(_Leaf(path, leaf, keys))
+        leaves.append(Found(path, leaf, keys))
     unexpected = [f"{key} in {entry.file.name}" for key, entry in found.items() if key not in owner]
     problems |= {
         "missing": missing,
@@ -236,7 +179,7 @@ def _reading(file: Path) -> Iterator[Any]:
             yield reader
     except FileNotFoundError as error:
         raise ValueError(f"{file} is missing") from error
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise ValueError(f"{file} is not a whole safetensors file: {error}") from error
 
 
@@ -276,7 +219,7 @@ def _cut(kept: list[range], sizes: list[int]) -> tuple[slice, list[int], list[sl
 
 
 def _check_copies(
-    found: Mapping[str, Entry], leaves: Sequence[_Leaf], dtype: torch.dtype, place: Place
+    found: Mapping[str, Entry], leaves: Sequence[Found], dtype: torch.dtype, place: Place
 ) -> None:
     for leaf in leaves:
         part, _ = place(leaf.path, leaf.param)
@@ -290,111 +233,3 @@ def _check_copies(
                     f"{found[key].file}: {key} should be a copy of {leaf.keys[0]} and differs in "
                     f"{int((parts[0] != other).sum())} of {other.numel()} values"
                 )
-
-
-@attrs.frozen
-class _Tensor:
-    key: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    make: Callable[[], Tensor]
-
-    @property
-    def bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-
-def _values(params: Any, abstract: Any) -> dict[str, Tensor]:
-    values = dict(tree.items(params))
-    wanted = dict(tree.items(abstract))
-    if other := sorted(values.keys() ^ wanted.keys()):
-        raise ValueError(f"params and abstract differ in {len(other)} leaves, first {other[0]}")
-    for path, leaf in wanted.items():
-        if tuple(values[path].shape) != leaf.shape:
-            raise ValueError(f"{path} is {tuple(values[path].shape)}, needed {leaf.shape}")
-    return values
-
-
-def _source(
-    path: str, value: Tensor, dtype: torch.dtype, fetch: Callable[[Tensor], Tensor]
-) -> Callable[[], Tensor]:
-    if dtype not in DTYPES.values():
-        raise ValueError(f"{path} would be written as {dtype}; there are {', '.join(DTYPES)}")
-
-    def make() -> Tensor:
-        whole = fetch(value.detach())
-        made = whole.to(dtype)
-        if made.dtype != whole.dtype:
-            lost = int((whole.isfinite() & ~made.isfinite()).sum())
-            if lost:
-                raise ValueError(f"{path}: {lost} finite values are not finite in {dtype}")
-        return made.cpu().contiguous()
-
-    return make
-
-
-def _companions(source: Path) -> list[Path]:
-    return [
-        path
-        for path in sorted(Path(source).iterdir())
-        if path.suffix in COMPANIONS and not path.name.endswith(".index.json") and path.is_file()
-    ]
-
-
-def _shards(tensors: Sequence[_Tensor], shard_bytes: int) -> list[list[_Tensor]]:
-    shards: list[list[_Tensor]] = [[]]
-    held = 0
-    for tensor in tensors:
-        if shards[-1] and held + tensor.bytes > shard_bytes:
-            shards.append([])
-            held = 0
-        shards[-1].append(tensor)
-        held += tensor.bytes
-    return shards
-
-
-def _ordered(tensors: Sequence[_Tensor]) -> list[_Tensor]:
-    """Put wide types first, so that each tensor is aligned to its own width."""
-    return sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
-
-
-def _write_shards(tensors: Sequence[_Tensor], folder: Path, shard_bytes: int) -> None:
-    shards = _shards(tensors, shard_bytes)
-    if len(shards) == 1:
-        _write(shards[0], folder / "model.safetensors")
-        return
-    index: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write(shard, folder / name)
-        index |= {tensor.key: name for tensor in shard}
-    total = sum(tensor.bytes for tensor in tensors)
-    disk.write_json(
-        folder / INDEX,
-        {"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))},
-    )
-
-
-def _write(tensors: Sequence[_Tensor], file: Path) -> None:
-    """Write one safetensors file, holding one tensor at a time.
-
-    The library's own writer wants all tensors of a file at once, which doubles the memory when
-    they are cast. Layout: length of the header (uint64, little endian), header, tensors.
-    """
-    names = {dtype: name for name, dtype in DTYPES.items()}
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    ordered = _ordered(tensors)
-    start = 0
-    for tensor in ordered:
-        header[tensor.key] = {
-            "dtype": names[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, start + tensor.bytes],
-        }
-        start += tensor.bytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with open(file, "xb") as out:
-        out.write(struct.pack("<Q", len(text)) + text)
-        for tensor in ordered:
-            out.write(tensor.make().reshape(-1).view(torch.uint8).numpy().data)

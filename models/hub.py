@@ -9,6 +9,30 @@ from transformers import Qwen3VLConfig
 
 from mmfn.models import qwen3_vl, vision
 
+_SIZES = {
+    "vocab_size": 2**24,
+    "hidden_size": 2**20,
+    "num_hidden_layers": 1024,
+    "num_attention_heads": 2**16,
+    "num_key_value_heads": 2**16,
+    "head_dim": 2**16,
+    "intermediate_size": 2**24,
+}
+_TOWER_SIZES = {
+    "depth": 1024,
+    "hidden_size": 2**20,
+    "num_heads": 2**16,
+    "intermediate_size": 2**24,
+    "in_channels": 64,
+    "patch_size": 1024,
+    "temporal_patch_size": 64,
+    "spatial_merge_size": 64,
+    "num_position_embeddings": 2**24,
+    "out_hidden_size": 2**20,
+}
+"""Sizes that are looked at, and the largest that is believed: a tree of ten million layers would
+be built before the weights could tell that it is not theirs."""
+
 
 def read_config(folder: Path) -> qwen3_vl.Config:
     """Read `config.json` of a published checkpoint. Only its values are used, never its code.
@@ -37,13 +61,21 @@ def from_hub(values: Mapping[str, Any], where: str = "config") -> qwen3_vl.Confi
     for section in ("text_config", "vision_config"):
         if not plain.get(section):
             raise ValueError(f"{where}: {section} is missing or empty")
-    config = Qwen3VLConfig.from_dict(plain)
+    try:
+        config = Qwen3VLConfig.from_dict(plain)
+    except Exception as error:  # Whatever its own checks raise, which differs from key to key.
+        raise ValueError(f"{where}: {' '.join(str(error).split())}") from error
     # Of one class each; transformers annotates them as anything a caller may give.
     text: Any = config.text_config
     tower: Any = config.vision_config
     _need(where, text, "hidden_act", "silu")
     _need(where, text, "attention_bias", False)
     _need(where, tower, "hidden_act", "gelu_pytorch_tanh")
+    for section, keys in (("text_config", _SIZES), ("vision_config", _TOWER_SIZES)):
+        for key, most in keys.items():
+            size = getattr(getattr(config, section), key, None)
+            if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= most:
+                raise ValueError(f"{where}: {section}.{key}={size!r} is not from 1 to {most}")
     rope = text.rope_parameters
     _need(where, rope, "rope_type", "default")
     _need(where, rope, "mrope_interleaved", True)

@@ -30,11 +30,11 @@ from mmfn import (
 from mmfn import log as logs
 from mmfn.batch import to_device
 from mmfn.compute import Compute, sequential
-from mmfn.data.loader import Loader
 from mmfn.device import Device
 from mmfn.device import resolve as resolve_device
 from mmfn.models import decoding, qwen3_vl
 from mmfn.models.flops import count, lengths
+from mmfn.recipes import qwen3vl_data as data
 from mmfn.recipes import qwen3vl_job as jobs
 from mmfn.recipes.qwen3vl_config import Config, refuse_other, resolve
 from mmfn.sharding import mesh as meshes
@@ -47,6 +47,7 @@ from mmfn.sharding.layout import full, local, on_local
 from mmfn.sharding.parallel import Parallel
 from mmfn.train import TrainState, make_step, start
 from mmfn.transforms import compile_blocks, compile_loss, compile_step, remat
+from mmfn.weights_export import export
 
 
 def main(cfg: Config, ranks: Ranks = ALONE) -> TrainState:
@@ -73,10 +74,10 @@ def main(cfg: Config, ranks: Ranks = ALONE) -> TrainState:
     job = jobs.load(cfg)
     on = jobs.parallel(cfg, job, mesh)
     say(param.table(job.abstract) if cfg.run.verbose else job.headline)
-    read = jobs.reading(mesh, ranks)
-    train, steps = jobs.training(cfg, job, say, read)
-    held_out = jobs.evaluation(cfg, job, read)
-    about = jobs.about(job, device, mesh)
+    read = data.reading(mesh, ranks)
+    train, steps = data.training(cfg, job, say, read)
+    held_out = data.evaluation(cfg, job, say, read)
+    about = jobs.about(cfg, device, mesh)
     if ranks.first:
         folder.mkdir(parents=True, exist_ok=True)
         files.write_json(folder / "config.json", config.to_dict(cfg))
@@ -208,7 +209,7 @@ def whole(state: TrainState) -> Any:
 def evaluate_all(
     cfg: Config,
     job: jobs.Job,
-    held_out: Loader | None,
+    held_out: data.HeldOut | None,
     on: Parallel,
     compute: Compute,
     cut: Any,
@@ -225,17 +226,17 @@ def evaluate_all(
     metrics: dict[str, float] = {
         "eval/loss": evaluate.mean_loss(
             lambda batch: on.total(qwen3_vl.loss(params, place(cut(batch)), job.config, compute)),
-            held_out.steps(),
+            held_out.loader.steps(),
         )
     }
     alone = on.answering(compute)
-    asked = evaluate.answered(job.held_out)
+    asked = held_out.asked
     # Pictures of both kinds of question: not the first ones, which may be all of one kind.
     chosen = asked if limit is None else random.Random(0).sample(asked, min(limit, len(asked)))
     found = evaluate.answers(
         chosen,
         chat=job.chat,
-        root=job.root,
+        root=job.held_out_root,
         geometry=job.geometry,
         prefill=lambda batch, **sizes: decoding.prefill(
             params, place(batch), job.config, alone, **sizes
@@ -280,7 +281,7 @@ def finish(
         target = folder / "export"
         if ranks.first:
             shutil.rmtree(target, ignore_errors=True)  # Of the run before it was resumed.
-        weights.export(
+        export(
             whole(state),
             job.abstract,
             target,

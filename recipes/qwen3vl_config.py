@@ -1,5 +1,6 @@
 """The flags of the recipe, their defaults, and what cannot be combined."""
 
+import math
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -87,11 +88,16 @@ class Optimizer:
         for rule in self.rules:
             try:
                 pattern, scale, decay = rule.split(":")
-                found.append((pattern, Group(float(scale), float(decay))))
+                group = Group(float(scale), float(decay))
             except ValueError:
                 raise ValueError(
                     f"--optimizer.rules: {rule!r} is not PATTERN:SCALE:DECAY"
                 ) from None
+            if not (0 <= group.scale < math.inf and 0 <= group.decay < math.inf):
+                raise ValueError(
+                    f"--optimizer.rules: {rule!r} needs a scale and a decay from 0 to below inf"
+                )
+            found.append((pattern, group))
         return tuple(found)
 
     def make_schedule(self, steps: int) -> optim.Schedule:
@@ -218,13 +224,15 @@ def resolve(cfg: Config) -> Config:
         )
     if cfg.run.resume and cfg.run.out is None:
         raise ValueError("--run.resume needs --run.out, the folder to go on in")
-    row = cfg.data.row_tokens or (1024 if digits else 4096)
+    row = cfg.data.row_tokens
+    row = (1024 if digits else 4096) if row is None else row
+    longest = row if cfg.data.max_tokens is None else cfg.data.max_tokens
     steps, epochs = cfg.train.steps, cfg.train.epochs
     if steps is None and epochs is None:
         steps, epochs = (DIGITS_STEPS, None) if digits else (None, 1)
     whole = attrs.evolve(
         cfg,
-        data=attrs.evolve(cfg.data, row_tokens=row, max_tokens=cfg.data.max_tokens or row),
+        data=attrs.evolve(cfg.data, row_tokens=row, max_tokens=longest),
         optimizer=attrs.evolve(
             cfg.optimizer,
             lr=cfg.optimizer.lr if cfg.optimizer.lr is not None else (2e-3 if digits else 1e-5),
@@ -258,10 +266,10 @@ def _check(cfg: Config) -> None:
         "--data.workers": (data.workers, 0),
         "--data.eval-samples": (data.eval_samples, 0),
         "--data.answer-tokens": (data.answer_tokens, 1),
-        "--data.min-pixels": (data.min_pixels or 1, 1),
-        "--data.max-pixels": (data.max_pixels or 1, 1),
-        "--train.steps": (train.steps if train.steps is not None else 1, 1),
-        "--train.epochs": (train.epochs if train.epochs is not None else 1, 1),
+        "--data.min-pixels": (data.min_pixels, 1),
+        "--data.max-pixels": (data.max_pixels, 1),
+        "--train.steps": (train.steps, 1),
+        "--train.epochs": (train.epochs, 1),
         "--train.accumulate": (train.accumulate, 1),
         "--train.eval-every": (train.eval_every, 0),
         "--run.save-every": (run.save_every, 0),
@@ -270,7 +278,6 @@ def _check(cfg: Config) -> None:
         "--sharding.timeout": (cfg.sharding.timeout, 1),
         "--optimizer.lr": (own.lr, 0),
         "--optimizer.weight-decay": (own.weight_decay, 0),
-        "--optimizer.eps": (own.eps, 0),
     }
     for flag, (value, least) in at_least.items():
         if value is not None and value < least:
@@ -284,8 +291,11 @@ def _check(cfg: Config) -> None:
     for flag, share in shares.items():
         if not 0 <= share <= 1 or (share == 1 and "betas" in flag):
             raise ValueError(f"{flag}={share} is not in [0, 1{')' if 'betas' in flag else ']'}")
-    if own.clip <= 0:
-        raise ValueError(f"--optimizer.clip={own.clip} is not positive")
+    for flag, value in (("--optimizer.clip", own.clip), ("--optimizer.eps", own.eps)):
+        if value <= 0:
+            raise ValueError(f"{flag}={value} is not positive")
+    if run.seed >= 2**63:
+        raise ValueError(f"--run.seed={run.seed} is not below 2**63")
     if data.max_tokens > data.row_tokens:
         raise ValueError(
             f"--data.max-tokens={data.max_tokens} is more than --data.row-tokens={data.row_tokens}"
@@ -299,16 +309,16 @@ FREE = {
     *(f"sharding.{name}" for name in ("check", "timeout")),
     *(f"run.{name}" for name in ("resume", "out", "verbose", "traceback", "export")),
     *(f"run.{name}" for name in ("save_every", "keep", "peak_flops")),
-    *(f"data.{name}" for name in ("workers", "eval_samples", "answer_tokens")),
+    *(f"data.{name}" for name in ("eval", "workers", "eval_samples", "answer_tokens")),
 }
 """What may change when a run goes on: nothing that its numbers depend on but by rounding."""
 
 
 def refuse_other(cfg: Config, folder: Path) -> None:
-    """Refuse to go on with a run of another config.
+    """Refuse to go on with a run of another config, or on other data.
 
     Raises:
-        ValueError: names each flag that differs, with both values.
+        ValueError: names each flag that differs, with both values, or the file that changed.
     """
     before, now = (_flat(d) for d in (files.read_json(folder / "config.json"), config.to_dict(cfg)))
     changed = [
@@ -318,6 +328,11 @@ def refuse_other(cfg: Config, folder: Path) -> None:
     ]
     if changed:
         raise ValueError(f"{folder} is a run of another config: {'; '.join(changed)}")
+    digest = files.read_json(folder / "about.json").get("train_sha256")
+    if cfg.data.train is not None and digest != files.digest(cfg.data.train):
+        raise ValueError(
+            f"--data.train={cfg.data.train} is not the file that the run in {folder} began with"
+        )
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

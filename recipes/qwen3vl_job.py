@@ -5,7 +5,6 @@ import json
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,11 @@ import torch
 import transformers
 
 import mmfn
-from mmfn import param, tree
+from mmfn import files, param, tree
 from mmfn.data import chat as chats
-from mmfn.data import digits, formats, media, scan
-from mmfn.data import plan as plans
+from mmfn.data import digits, formats, media
 from mmfn.data import tokenizer as tokenizers
 from mmfn.data.encoded import Geometry
-from mmfn.data.loader import Loader, alone
 from mmfn.data.sample import Sample
 from mmfn.device import Device
 from mmfn.evaluate import Answer
@@ -29,7 +26,6 @@ from mmfn.recipes.qwen3vl_config import Config
 from mmfn.report import Shown
 from mmfn.sharding import parallel as parallels
 from mmfn.sharding import rules as tables
-from mmfn.sharding.launch import Ranks
 from mmfn.sharding.mesh import Mesh
 from mmfn.sharding.parallel import Parallel
 
@@ -45,7 +41,9 @@ class Job:
     train: Sequence[Sample]
     held_out: Sequence[Sample]
     root: Path
-    """Folder that the samples' pictures are in."""
+    """Folder that the training samples' pictures are in."""
+    held_out_root: Path
+    """Folder that the held-out samples' pictures are in."""
     trained: Callable[[str, Any], bool]
     """Whether the weight of this path is trained."""
     files: Mapping[str, bytes | str]
@@ -60,29 +58,6 @@ class Job:
             f"Qwen3-VL of {total:,} parameters, {param.count(kept):,} of them trained, "
             f"on {len(self.train):,} samples; {len(self.held_out):,} held out"
         )
-
-
-@attrs.frozen(eq=False)
-class Reading:
-    """Which share of the data a rank reads."""
-
-    ranks: int = 1
-    """Ranks that read different samples."""
-    rank: int = 0
-    """Which of them this is."""
-    psum: Callable[[tuple[int, ...]], tuple[int, ...]] = alone
-    """Sums integers over them."""
-
-
-def reading(mesh: Mesh, ranks: Ranks) -> Reading:
-    """Say what this rank of a mesh reads: those that differ in cp and tp only read the same."""
-    same = mesh.sizes.cp * mesh.sizes.tp
-
-    def psum(numbers: tuple[int, ...]) -> tuple[int, ...]:
-        # Over all ranks, so that one that failed alone is noticed by all: upward, it counts.
-        return tuple(-(-number // same) for number in ranks.sum(numbers))
-
-    return Reading(mesh.sizes.data, mesh.data_index, psum)
 
 
 def parallel(cfg: Config, job: Job, mesh: Mesh) -> Parallel:
@@ -121,13 +96,14 @@ def load(cfg: Config) -> Job:
         if path is not None and not path.is_file():
             raise ValueError(f"{flag}={path} is not a file")
     root = cfg.data.media_root or cfg.data.train.parent
+    other = cfg.data.media_root or (cfg.data.eval or cfg.data.train).parent
     if not root.is_dir():
         raise ValueError(f"--data.media-root={root} is not a folder")
     model = hub.read_config(cfg.model.path)
     chat = chats.load(cfg.model.path, cfg.data.max_tokens)
     chat = attrs.evolve(chat, pixels=_budget(chat.pixels, cfg))
     held_out = formats.read(cfg.data.eval) if cfg.data.eval is not None else ()
-    return _job(cfg, model, chat, formats.read(cfg.data.train), held_out, root, {})
+    return _job(cfg, model, chat, formats.read(cfg.data.train), held_out, (root, other), {})
 
 
 def _digits(cfg: Config) -> Job:
@@ -156,7 +132,7 @@ def _digits(cfg: Config) -> Job:
         tokenizer.save_pretrained(folder)
         published |= {p.name: p.read_bytes() for p in Path(folder).iterdir() if p.is_file()}
     train = digits.train(cfg.run.seed, DIGITS)
-    return _job(cfg, model, chat, train, digits.held_out(), Path(), published)
+    return _job(cfg, model, chat, train, digits.held_out(), (Path(), Path()), published)
 
 
 def _processor(pixels: media.Pixels) -> dict[str, Any]:
@@ -173,11 +149,15 @@ def _processor(pixels: media.Pixels) -> dict[str, Any]:
     }
 
 
+def _given(value: int | None, default: int) -> int:
+    return default if value is None else value
+
+
 def _budget(pixels: media.Pixels, cfg: Config) -> media.Pixels:
     return attrs.evolve(
         pixels,
-        min_pixels=cfg.data.min_pixels or pixels.min_pixels,
-        max_pixels=cfg.data.max_pixels or pixels.max_pixels,
+        min_pixels=_given(cfg.data.min_pixels, pixels.min_pixels),
+        max_pixels=_given(cfg.data.max_pixels, pixels.max_pixels),
     )
 
 
@@ -187,7 +167,7 @@ def _job(
     chat: chats.Chat,
     train: Sequence[Sample],
     held_out: Sequence[Sample],
-    root: Path,
+    roots: tuple[Path, Path],
     published: Mapping[str, bytes | str],
 ) -> Job:
     tower = model.vision
@@ -206,96 +186,14 @@ def _job(
         geometry=Geometry(tower.merge, tower.side, tower.patch_dim),
         train=train,
         held_out=held_out,
-        root=root,
+        root=roots[0],
+        held_out_root=roots[1],
         trained=lambda path, leaf: path in kept,
         files=published,
     )
 
 
-def training(
-    cfg: Config, job: Job, note: Callable[[str], None], read: Reading = Reading()
-) -> tuple[Loader, int]:
-    """Measure the training samples and plan their steps; gives the loader and how many."""
-    found = _scan(cfg, job, job.train, cfg.data.on_long)
-    for message in (*found.long[:5], *found.bad[:5]):
-        note(f"left out {message}")
-    if found.long or found.bad:
-        note(f"left out {len(found.long)} too long and {len(found.bad)} bad of {found.total}")
-    if not found.supervised.any():
-        raise ValueError(f"none of {len(found.kept)} samples has an answer to train on")
-    assert cfg.data.row_tokens is not None
-    plan = plans.Plan(
-        tokens=cfg.data.row_tokens,
-        rows=cfg.data.rows,
-        accumulate=cfg.train.accumulate,
-        ranks=read.ranks,
-        epochs=cfg.train.epochs or 1,
-        seed=cfg.run.seed,
-        shuffle=cfg.data.shuffle,
-    )
-    steps = cfg.train.steps
-    if steps is not None:
-        # Epochs enough for the steps: each has the same number but for how rows happen to fill.
-        while len(loader := _loader(cfg, job, job.train, found, plan, read)) < steps:
-            more = -(-steps * plan.epochs // len(loader))
-            plan = attrs.evolve(plan, epochs=max(plan.epochs + 1, more))
-        return loader, steps
-    loader = _loader(cfg, job, job.train, found, plan, read)
-    return loader, len(loader)
-
-
-def evaluation(cfg: Config, job: Job, read: Reading = Reading()) -> Loader | None:
-    """Plan one pass over the held-out samples; a sample too long for a row is left out."""
-    if not len(job.held_out):
-        return None
-    found = _scan(cfg, job, job.held_out, "drop")
-    assert cfg.data.row_tokens is not None
-    plan = plans.Plan(
-        tokens=cfg.data.row_tokens, rows=cfg.data.rows, accumulate=1, ranks=read.ranks, epochs=1,
-        seed=0, shuffle=False,
-    )  # fmt: skip
-    return attrs.evolve(_loader(cfg, job, job.held_out, found, plan, read), workers=0)
-
-
-def _scan(cfg: Config, job: Job, samples: Sequence[Sample], on_long: Any) -> scan.Scan:
-    assert cfg.data.max_tokens is not None
-    many = len(samples) > 10_000
-    return scan.scan(
-        samples,
-        partial(chats.measure, chat=job.chat, root=job.root),
-        tokens=cfg.data.max_tokens,
-        policy=_policy(cfg, on_long),
-        workers=cfg.data.workers if many else 0,
-    )
-
-
-def _policy(cfg: Config, on_long: Any) -> scan.Policy:
-    return scan.Policy(on_long=on_long, on_bad=cfg.data.on_bad, max_bad=cfg.data.max_bad)
-
-
-def _loader(
-    cfg: Config,
-    job: Job,
-    samples: Sequence[Sample],
-    found: scan.Scan,
-    plan: plans.Plan,
-    read: Reading,
-) -> Loader:
-    return Loader(
-        samples=samples,
-        encode=partial(chats.encode, chat=job.chat, root=job.root),
-        scan=found,
-        plan=plan,
-        geometry=job.geometry,
-        policy=_policy(cfg, cfg.data.on_long),
-        normalise=cfg.train.normalise,
-        rank=read.rank,
-        psum=read.psum,
-        workers=cfg.data.workers,
-    )
-
-
-def about(job: Job, device: Device, mesh: Mesh) -> dict[str, Any]:
+def about(cfg: Config, device: Device, mesh: Mesh) -> dict[str, Any]:
     """Say what ran: versions, commit, device."""
     return {
         "mmfn": mmfn.__version__,
@@ -304,6 +202,7 @@ def about(job: Job, device: Device, mesh: Mesh) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "device": device.name,
         "mesh": str(mesh.sizes),
+        "train_sha256": None if cfg.data.train is None else files.digest(cfg.data.train),
     }
 
 
@@ -332,7 +231,7 @@ def choose(answers: Sequence[Answer], count: int) -> list[Answer]:
 
 def show(answer: Answer, job: Job) -> Shown:
     """Make what the report shows of an answer."""
-    pictures = [media.open_image(image.source, job.root) for image in answer.sample.images]
+    pictures = [media.open_image(image.source, job.held_out_root) for image in answer.sample.images]
     return Shown(pictures, answer.question, answer.expected, answer.given, answer.right)
 
 

@@ -206,8 +206,8 @@ def _exchanged(
     ]
     y = attention(swapped[0].unsqueeze(2), swapped[1], swapped[2], segments, causal=causal)
     y = all_to_all(y.squeeze(2), axis, split=0, join=1)
-    result: Tensor = y[:, :heads]
-    return result.unflatten(1, (kv_heads, groups))
+    result: Tensor = y[:, :heads].unflatten(1, (kv_heads, groups))
+    return result
 
 
 def _around(

@@ -17,6 +17,7 @@ from transformers import Qwen3VLForConditionalGeneration
 from mmfn import checkpoint, param, tree, weights
 from mmfn.models import hub, qwen3_vl
 from mmfn.param import Param
+from mmfn.weights_export import export
 
 SMALL = {
     "q": Param((2, 3, 4, 6), "(kv_heads groups head_dim) embed", "q.weight", spread=1.0),
@@ -33,7 +34,7 @@ def test_an_exported_tree_is_loaded_bit_for_bit(
 ) -> None:
     """Through one file a tensor, a few files, or one file."""
     params = param.init(SMALL, 0, dtype=dtype)
-    weights.export(params, SMALL, tmp_path / "a", shard_bytes=shard_bytes)
+    export(params, SMALL, tmp_path / "a", shard_bytes=shard_bytes)
     loaded = weights.load(SMALL, tmp_path / "a", dtype=dtype)
     assert tree.paths(loaded) == tree.paths(params)
     for ours, theirs in zip(tree.leaves(params), tree.leaves(loaded), strict=True):
@@ -46,7 +47,7 @@ def test_every_tensor_is_aligned_to_its_width(tmp_path: Path) -> None:
     """An odd number of two-byte values stands before none of four bytes."""
     abstract = {name: Param((3,), "embed", name) for name in "ab"}
     params = {"a": torch.ones(3, dtype=torch.bfloat16), "b": torch.ones(3)}
-    weights.export(params, abstract, tmp_path / "a")
+    export(params, abstract, tmp_path / "a")
     data = (tmp_path / "a" / "model.safetensors").read_bytes()
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
@@ -58,7 +59,7 @@ def test_every_tensor_is_aligned_to_its_width(tmp_path: Path) -> None:
 def test_shards_hold_what_the_index_says(tmp_path: Path) -> None:
     """At most `shard_bytes` a file, or one tensor; the library's own reader finds them whole."""
     params = param.init(SMALL, 0)
-    weights.export(params, SMALL, tmp_path / "a", shard_bytes=700)
+    export(params, SMALL, tmp_path / "a", shard_bytes=700)
     index = json.loads((tmp_path / "a" / weights.INDEX).read_text())
     assert index["metadata"]["total_size"] == 4 * param.count(SMALL)
     assert sorted(index["weight_map"]) == sorted(leaf.key for leaf in SMALL.values())
@@ -87,7 +88,7 @@ def test_an_export_has_the_keys_and_dtypes_of_its_source(tmp_path: Path) -> None
     for name in [*travels, "evil.py", "pytorch_model.bin", "pytorch_model.bin.index.json"]:
         (source / name).write_text(name)
     params = weights.load(SMALL, source)
-    weights.export(params, SMALL, tmp_path / "a", source=source, files={"config.json": "{}"})
+    export(params, SMALL, tmp_path / "a", source=source, files={"config.json": "{}"})
     written = load_file(tmp_path / "a" / "model.safetensors")
     assert written.keys() == values.keys()
     for key, value in values.items():
@@ -102,7 +103,7 @@ def test_an_export_has_the_keys_and_dtypes_of_its_source(tmp_path: Path) -> None
 def test_master_weights_are_rounded_once_on_export(tmp_path: Path) -> None:
     """What 500 steps of 1e-5 leave of 1.0 is 0.994993; in bfloat16 that is 0.99609375."""
     abstract = {"w": Param((1,), "embed", "w")}
-    weights.export({"w": torch.tensor([0.994993])}, abstract, tmp_path / "a", dtype=torch.bfloat16)
+    export({"w": torch.tensor([0.994993])}, abstract, tmp_path / "a", dtype=torch.bfloat16)
     written = load_file(tmp_path / "a" / "model.safetensors")["w"]
     assert written.dtype == torch.bfloat16
     assert written.item() == 0.99609375
@@ -114,16 +115,16 @@ def test_what_cannot_be_exported_is_named(tmp_path: Path) -> None:
     params = {"w": torch.tensor([1e6, math.inf])}
     out = tmp_path / "a"
     with pytest.raises(ValueError, match=r"w: 1 finite values are not finite in torch\.float16"):
-        weights.export(params, abstract, out, dtype=torch.float16)
+        export(params, abstract, out, dtype=torch.float16)
     with pytest.raises(ValueError, match=r"w would be written as torch\.int8; there are F64, F32"):
-        weights.export(params, abstract, out, dtype=torch.int8)
+        export(params, abstract, out, dtype=torch.int8)
     with pytest.raises(ValueError, match=r"w is \(3,\), needed \(2,\)"):
-        weights.export({"w": torch.ones(3)}, abstract, out)
+        export({"w": torch.ones(3)}, abstract, out)
     with pytest.raises(ValueError, match="params and abstract differ in 2 leaves, first v"):
-        weights.export({"v": torch.ones(2)}, abstract, out)
+        export({"v": torch.ones(2)}, abstract, out)
     for name in ["../x.json", "model.safetensors", weights.INDEX]:
         with pytest.raises(ValueError, match=f"files: '{name}' is not a plain file name"):
-            weights.export(params, abstract, out, files={name: "x"})
+            export(params, abstract, out, files={name: "x"})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -131,9 +132,9 @@ def test_an_export_never_adds_to_a_folder(tmp_path: Path) -> None:
     """An empty folder is fine, any other is refused and left as it is."""
     abstract, params = {"w": Param((2,), "embed", "w")}, {"w": torch.ones(2)}
     (tmp_path / "a").mkdir()
-    weights.export(params, abstract, tmp_path / "a")
+    export(params, abstract, tmp_path / "a")
     with pytest.raises(ValueError, match="a exists and is not an empty folder"):
-        weights.export({"w": torch.zeros(2)}, abstract, tmp_path / "a")
+        export({"w": torch.zeros(2)}, abstract, tmp_path / "a")
     assert torch.equal(weights.load(abstract, tmp_path / "a")["w"], torch.ones(2))
 
 
@@ -165,7 +166,7 @@ def test_a_published_model_passes_through_unchanged(
         assert torch.equal(value, values[leaf.key].reshape(leaf.shape))
 
     out = tmp_path / "out"
-    weights.export(params, abstract, out, source=tmp_path / "source", shard_bytes=100_000)
+    export(params, abstract, out, source=tmp_path / "source", shard_bytes=100_000)
     index = json.loads((out / weights.INDEX).read_text())
     assert index["metadata"]["total_size"] == size
     assert len(index["weight_map"]) == count
@@ -194,9 +195,7 @@ def test_a_model_of_our_own_is_read_by_transformers(tmp_path: Path, tied: bool) 
     abstract = qwen3_vl.abstract(cfg)
     params = param.init(abstract, 0)
     config = json.dumps(hub.to_hub(cfg))
-    weights.export(
-        params, abstract, tmp_path / "a", files={"config.json": config}, dtype=torch.bfloat16
-    )
+    export(params, abstract, tmp_path / "a", files={"config.json": config}, dtype=torch.bfloat16)
     found, report = read_by_transformers(tmp_path / "a")
     assert not any(report.values()), report
     for leaf, value in zip(tree.leaves(abstract), tree.leaves(params), strict=True):

@@ -163,6 +163,8 @@ def parse(row: Any, where: str) -> Sample:
 def _turns(row: dict[str, Any]) -> list[Turn]:
     if refused := [key for key in REFUSED if row.get(key)]:
         raise ValueError(f"the row has {refused[0]!r}, which is not supported")
+    if row.get("weight", 1) != 1:
+        raise ValueError(f"the row has weight {row['weight']!r}; every sample counts as one")
     images = _images(row)
     said = [_turn(entry, index, marked=bool(images)) for index, entry in enumerate(_entries(row))]
     pieces = [piece for _, content in said for piece in content]

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import attrs
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 from mmfn.data.ahead import ordered
 from mmfn.data.sample import BadSample, TooLong
@@ -48,11 +48,22 @@ class Scan:
     """What was dropped as too long, a message each."""
     bad: tuple[str, ...]
     """What was skipped as bad, a message each."""
+    unwanted: int = 0
+    """Samples that could be read and were left out by `only`."""
+
+    def only(self, wanted: Bool[np.ndarray, " samples"]) -> "Scan":
+        """Give the scan without the kept samples that are not wanted."""
+        names = ("kept", "tokens", "patches", "supervised")
+        return attrs.evolve(
+            self,
+            unwanted=self.unwanted + int((~wanted).sum()),
+            **{name: getattr(self, name)[wanted] for name in names},
+        )
 
     @property
     def total(self) -> int:
         """Samples that there were."""
-        return len(self.kept) + len(self.long) + len(self.bad)
+        return len(self.kept) + len(self.long) + len(self.bad) + self.unwanted
 
 
 @attrs.frozen
