@@ -6,6 +6,7 @@ Norms, angles, soft-max and loss are computed in float32 at least, whatever the 
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import attrs
 import torch
@@ -94,7 +95,7 @@ def swiglu(
     return F.silu(gate) * up
 
 
-@attrs.frozen
+@dataclass(frozen=True)  # Those of attrs cannot be made inside a compiled step.
 class Pieces:
     """The vocabulary cut over ranks: which entries are here, and what the ranks do together."""
 

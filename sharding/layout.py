@@ -1,11 +1,13 @@
 """Where the tensors of a tree live: stored as DTensors, computed with as plain local tensors."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from mmfn import tree
@@ -83,7 +85,8 @@ class Layout:
         return tree.unflatten(local, done)
 
 
-@attrs.frozen(eq=False)
+# A dataclass: those of attrs cannot be made inside a compiled step.
+@dataclass(frozen=True, eq=False)
 class Stored:
     """A weight as a rank stores it, and how it is cut; `unshard` makes it what a block reads."""
 
@@ -108,11 +111,11 @@ def make(abstract: Any, mesh: Mesh, rules: Rules) -> Layout:
     return Layout(mesh, specs)
 
 
-def placements(own: Spec) -> tuple[Placement, ...]:
-    """Give torch's placements of a weight on the mesh (dp, fsdp, tp) of stored tensors."""
-    return (
-        Replicate(),
-        *(Replicate() if (dim := own.dim(name)) is None else Shard(dim) for name in ("fsdp", "tp")),
+def placements(own: Spec, mesh: DeviceMesh) -> tuple[Placement, ...]:
+    """Give torch's placements of a weight on the mesh of stored tensors."""
+    return tuple(
+        Replicate() if (dim := own.dim(name)) is None else Shard(dim)
+        for name in mesh.mesh_dim_names or ()
     )
 
 
@@ -128,7 +131,7 @@ def wrap(local: Tensor, own: Spec, mesh: Mesh) -> Tensor:
     return DTensor.from_local(
         local.contiguous(),
         mesh.stored,
-        placements(own),
+        placements(own, mesh.stored),
         run_check=False,
         shape=torch.Size(own.shape),
         stride=stride,

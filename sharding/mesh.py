@@ -21,6 +21,9 @@ from mmfn.sharding.axes import Axis, silent
 NAMES = ("dp", "fsdp", "cp", "tp")
 """Axes of a mesh, slowest first."""
 
+STORED = ("dp", "fsdp", "tp")
+"""Axes of the mesh of stored tensors; its fsdp is fsdp · cp."""
+
 
 @attrs.frozen
 class Sizes:
@@ -121,7 +124,8 @@ class Mesh:
     all: Axis
     """All ranks."""
     stored: DeviceMesh | None
-    """The mesh (dp, fsdp, tp) of stored tensors; `None` for a single process without ranks."""
+    """The mesh of stored tensors: dp, fsdp and tp, as far as they have more than one rank; `None`
+    for a single process."""
     device: torch.device
     """Where stored tensors are."""
 
@@ -150,22 +154,26 @@ def make(
     Raises:
         ValueError: the sizes do not make the world; says both numbers.
     """
-    if not dist.is_initialized():
-        if sizes.world != 1:
-            raise ValueError(f"mesh {sizes} has {sizes.world} ranks; this is a single process")
-        return single(device)
-    world = dist.get_world_size()
+    world = dist.get_world_size() if dist.is_initialized() else 1
     if sizes.world != world:
         raise ValueError(f"mesh {sizes} has {sizes.world} ranks; there are {world}")
+    if world == 1:
+        return single(device)
     shard = sizes.fsdp * sizes.cp
-    stored = init_device_mesh(
-        device, (sizes.dp, shard, sizes.tp), mesh_dim_names=("dp", "fsdp", "tp")
-    )
+    # Axes of one are left out: torch would make a group for each rank.
+    cut = {
+        name: size
+        for name, size in zip(STORED, (sizes.dp, shard, sizes.tp), strict=True)
+        if size > 1
+    }
+    stored = init_device_mesh(device, tuple(cut.values()), mesh_dim_names=tuple(cut))
 
-    def axis(name: str, size: int, group: dist.ProcessGroup | None) -> Axis:
-        if size == 1 or group is None:
-            return Axis(name)
-        return Axis(name, size, dist.get_rank(group), group.group_name, note)
+    def axis(name: str, group: dist.ProcessGroup) -> Axis:
+        size, index = dist.get_world_size(group), dist.get_rank(group)
+        return Axis(name, size, index, group.group_name, note)
+
+    def on(name: str) -> Axis:
+        return axis(name, stored.get_group(name)) if name in cut else Axis(name)
 
     def along(name: str, size: int, *, others: Sequence[int]) -> Axis:
         """Make the groups of an axis that weights are not stored on."""
@@ -173,11 +181,12 @@ def make(
             return Axis(name)
         table = ranks.permute(*others, *(d for d in range(5) if d not in others)).reshape(-1, size)
         group, _ = dist.new_subgroups_by_enumeration(table.tolist())
-        return axis(name, size, group)
+        assert group is not None
+        return axis(name, group)
 
     ring = sizes.cp // sizes.ulysses
     ranks = torch.arange(world).view(sizes.dp, sizes.fsdp, ring, sizes.ulysses, sizes.tp)
-    flat = axis("fsdp", shard, stored.get_group("fsdp"))
+    flat = on("fsdp")
     # An axis that is the whole of another has its group: each costs buffers on a device.
     context = (
         attrs.evolve(flat, name="cp")
@@ -185,11 +194,12 @@ def make(
         else along("cp", sizes.cp, others=(0, 1, 4))
     )
     everyone = dist.group.WORLD
+    assert everyone is not None
     return Mesh(
         sizes,
-        dp=axis("dp", sizes.dp, stored.get_group("dp")),
+        dp=on("dp"),
         shard=flat,
-        tp=axis("tp", sizes.tp, stored.get_group("tp")),
+        tp=on("tp"),
         ring=attrs.evolve(context, name="ring")
         if sizes.ulysses == 1
         else along("ring", ring, others=(0, 1, 3, 4)),
@@ -197,7 +207,7 @@ def make(
         if ring == 1
         else along("ulysses", sizes.ulysses, others=(0, 1, 2, 4)),
         cp=context,
-        all=axis("all", world, everyone),
+        all=axis("all", everyone),
         stored=stored,
         device=torch.device(device),
     )

@@ -1,5 +1,6 @@
 """Several ranks on one machine, as forked processes over gloo: for tests and for trying things."""
 
+import faulthandler
 import multiprocessing
 import os
 import queue
@@ -47,6 +48,7 @@ def _rank(
 ) -> None:
     # A forked process that uses more threads hangs once its parent has used them.
     torch.set_num_threads(1)
+    faulthandler.enable()
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
     try:
         dist.init_process_group(

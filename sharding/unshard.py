@@ -8,6 +8,7 @@ Source: Rajbhandari et al. 2020, arXiv:1910.02054 (ZeRO); Zhao et al. 2023, arXi
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import attrs
@@ -66,7 +67,7 @@ class _Unshard(torch.autograd.Function):
         return ctx.traffic.send(grad, ctx.axis), None, None, None, None
 
 
-@attrs.frozen(eq=False)
+@dataclass(frozen=True, eq=False)
 class _Bucket:
     """What of a tree is gathered together: places of its leaves, and their flat parts."""
 
@@ -179,7 +180,7 @@ class _Ahead:
         buckets = _pack(tree.leaves(self.layers[index]), self.mesh)
         with torch.no_grad():
             return [
-                attrs.evolve(
+                replace(
                     bucket,
                     started=axes.start_gather(
                         bucket.flat.to(self.dtype or bucket.flat.dtype), self.mesh.shard

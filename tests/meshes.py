@@ -1,0 +1,219 @@
+"""The tiny model on a mesh of forked ranks, compared with one device."""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import attrs
+import tiny
+import torch
+from torch import Tensor
+
+from mmfn import optim, tree
+from mmfn.batch import Batch
+from mmfn.compute import Compute, sequential
+from mmfn.data import pack
+from mmfn.kernels import cpu
+from mmfn.models import qwen3_vl
+from mmfn.sharding import context, layout, parallel
+from mmfn.sharding import mesh as meshes
+from mmfn.sharding import rules as tables
+from mmfn.sharding.parallel import Parallel
+from mmfn.transforms import compile_blocks, compile_step, remat, value_and_grad
+
+SMALL = attrs.evolve(
+    tiny.CONFIG, layers=2, vision=attrs.evolve(tiny.CONFIG.vision, layers=2, deepstack=(0,))
+)
+"""One layer with deep features and one without: eight ranks on two cores take their time."""
+
+SHARED_KEYS = attrs.evolve(SMALL, kv_heads=1)
+"""One key head for four query heads: tp=4 cuts the query heads only."""
+
+DATA = {
+    "text": ["TC", "T", "C", "TT", "C", "T", "CT", "T"],
+    "pictures": ["A", "B", "AB", "B", "A", "A", "B", "A"],
+    "mixed": ["A", "T", "CB", "T", "A", "TT", "AT", "C"],
+    "packed": ["ATB", "BC", "AA", "TTA", "A", "B", "CA", "TB"],
+}
+"""Samples of each data rank. Mixed has ranks of text only beside ranks with pictures."""
+
+
+@attrs.frozen
+class Cell:
+    """One way to compute on a mesh."""
+
+    mesh: str
+    sequence: bool = False
+    rules: str = "fsdp"
+    form: str = "eager"
+    """eager, regather, remat, blocks, blocks regather, blocks remat or step."""
+    backend: str = "aot_eager"
+    fused: bool = False
+
+    @property
+    def name(self) -> str:
+        """Say in words what is cut, and how."""
+        extra = {"fsdp_tp_text": ", tower whole"}.get(self.rules, "")
+        return f"{self.mesh}{' sp' if self.sequence else ''}{extra}"
+
+
+@attrs.frozen
+class Result:
+    """How far a cell was from one device."""
+
+    loss: float
+    """Difference of the losses."""
+    grads: float
+    """Largest difference of a gradient, in parts of the largest value of its leaf."""
+    where: str
+    """That leaf; for a leaf of zeros that is not one, its value."""
+    norm: float
+    """Relative difference of the gradient norms."""
+
+    @property
+    def worst(self) -> float:
+        """The largest of them."""
+        return max(self.loss, self.grads, self.norm)
+
+
+def config(cell: Cell) -> qwen3_vl.Config:
+    """Choose the config of a cell."""
+    return SHARED_KEYS if "tp=4" in cell.mesh else SMALL
+
+
+@cache
+def on_mesh(
+    text: str, world: int, cfg: qwen3_vl.Config, table: str = "fsdp", *, sequence: bool = False
+) -> Parallel:
+    """Put a model on a mesh; every rank calls it."""
+    sizes = meshes.parse(text, world)
+    rules = tables.for_heads(
+        tables.parse((table,)),
+        sizes,
+        kv_heads=cfg.kv_heads,
+        groups=cfg.heads // cfg.kv_heads,
+    )
+    return parallel.make(qwen3_vl.abstract(cfg), meshes.make(sizes), rules, sequence=sequence)
+
+
+def local(on: Parallel, whole: Any) -> Any:
+    """Give this rank's parts of whole weights."""
+    return tree.map(
+        lambda value, own: value[own.part(on.mesh)].contiguous(), whole, on.layout.specs
+    )
+
+
+def own_batch(on: Parallel, batches: Sequence[Batch]) -> Batch:
+    """Give what this rank reads of the data ranks' batches."""
+    mesh = on.mesh
+    return context.split(
+        batches[mesh.data_index],
+        mesh.cp.index,
+        ring=mesh.ring.size,
+        ulysses=mesh.ulysses.size,
+        merge=tiny.GEOMETRY.merge,
+    )
+
+
+def composed(on: Parallel, cell: Cell) -> Compute:
+    """Compose how a cell is computed."""
+    plain = Compute(ops=cpu.OPS if cell.fused else Compute().ops)
+    if "remat" in cell.form:
+        plain = attrs.evolve(plain, stack=remat(sequential))
+    if cell.form == "step":
+        return on.whole_step(plain)
+
+    def compiled(stack: Any) -> Any:
+        return compile_blocks(stack, backend=cell.backend) if "blocks" in cell.form else stack
+
+    return on.compute(plain, compiled, again="regather" in cell.form)
+
+
+@cache
+def batches(kind: str, ranks: int) -> tuple[Batch, ...]:
+    """Pack the samples of each data rank in a row of 97 tokens: no mesh divides it."""
+    rows = [[tiny.encoded(name, "all") for name in names] for names in DATA[kind][:ranks]]
+    made = [pack.collate([row], geometry=tiny.GEOMETRY, tokens=97) for row in rows]
+    count = pack.total([counts for _, counts in made]).divisor("token")
+    return tuple(doubled(batch) for batch in pack.with_count([b for b, _ in made], count))
+
+
+def doubled(batch: Batch) -> Batch:
+    """Give a batch in float64."""
+    return tree.map(lambda x: x.double() if x.is_floating_point() else x, batch)
+
+
+@cache
+def wanted(cfg: qwen3_vl.Config, kind: str, ranks: int) -> tuple[Tensor, Any]:
+    """Compute loss and gradients on one device."""
+
+    def total(params: Any) -> Tensor:
+        losses = [qwen3_vl.loss(params, batch, cfg) for batch in batches(kind, ranks)]
+        return torch.stack(losses).sum()
+
+    return value_and_grad(total)(tiny.params(cfg, torch.float64))
+
+
+def compare(cell: Cell, kind: str, world: int) -> Result:
+    """Compute a cell on this rank, and hold its parts against one device."""
+    if cell.form not in ("eager", "regather", "remat"):
+        torch._dynamo.reset()
+    cfg = config(cell)
+    on = on_mesh(cell.mesh, world, cfg, cell.rules, sequence=cell.sequence)
+    compute = composed(on, cell)
+    total = value_and_grad(on.loss(lambda p, b: qwen3_vl.loss(p, b, cfg, compute)))
+    if cell.form == "step":
+        total = compile_step(total, backend=cell.backend)
+    ranks = on.mesh.sizes.data
+    mine = local(on, tiny.params(cfg, torch.float64))
+    value, grads = on.reduce(*total(mine, own_batch(on, batches(kind, ranks))))
+    loss, reference = wanted(cfg, kind, ranks)
+    worst, where = 0.0, ""
+    for (path, grad), own, whole in zip(
+        tree.items(grads), tree.leaves(on.layout.specs), tree.leaves(reference), strict=True
+    ):
+        scale = whole.abs().max().item() or 1.0
+        far = (grad - whole[own.part(on.mesh)]).abs().max().item() / scale if grad.numel() else 0.0
+        # What is exactly zero on one device is on all.
+        if scale == 1.0 and not whole.any() and far:
+            far = torch.inf
+        if not far <= worst:
+            worst, where = far, path
+    size = optim.global_norm(reference)
+    norm = (on.norm(on.layout.specs)(grads) - size).abs() / size
+    return Result(abs(value - loss).item(), worst, where, norm.item())
+
+
+def walk(rank: int, world: int, cells: Sequence[tuple[Cell, str]]) -> list[Result]:
+    """Compare many cells in one start of the ranks."""
+    import jaxtyping
+
+    jaxtyping.config.update("jaxtyping_disable", True)
+    return [compare(cell, kind, world) for cell, kind in cells]
+
+
+def worst(results: Sequence[Sequence[Result]]) -> list[Result]:
+    """Of all ranks' results, give the farthest for each cell."""
+    return [max(each, key=lambda result: result.worst) for each in zip(*results, strict=True)]
+
+
+def loss_and_norm(
+    text: str,
+    world: int,
+    cfg: qwen3_vl.Config,
+    rows: Sequence[Batch],
+    *,
+    table: str = "fsdp",
+    sequence: bool = False,
+    pick: Callable[[Any], Any] | None = None,
+) -> tuple[float, float, float]:
+    """Give loss and gradient norm of float32 batches, one a data rank, and the norm of one leaf."""
+    on = on_mesh(text, world, cfg, table, sequence=sequence)
+    compute = on.compute(Compute())
+    total = value_and_grad(on.loss(lambda p, b: qwen3_vl.loss(p, b, cfg, compute)))
+    value, grads = on.reduce(*total(local(on, tiny.params(cfg)), own_batch(on, rows)))
+    own = 0.0
+    if pick is not None:
+        leaf = layout.full(layout.wrap(pick(grads), pick(on.layout.specs), on.mesh))
+        own = leaf.norm().item()
+    return value.item(), on.norm(on.layout.specs)(grads).item(), own

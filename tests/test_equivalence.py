@@ -1,0 +1,107 @@
+"""A mesh changes nothing: loss and every gradient on eight ranks are those of one device.
+
+In float64, to 1e-10 of the largest value of a leaf; a leaf of zeros stays one exactly. One start of
+the ranks walks through all meshes. `docs/equivalence.md` is written by the test marked slow, which
+adds every form and kind of data to every mesh.
+"""
+
+from pathlib import Path
+
+from meshes import DATA, Cell, Result, walk, worst
+
+from mmfn.sharding import simulate
+
+PAGE = Path(__file__).parent.parent / "docs" / "equivalence.md"
+
+MESHES = [
+    Cell("dp=8"),
+    Cell("fsdp=8"),
+    Cell("dp=2 fsdp=4"),
+    Cell("dp=4 tp=2", rules="fsdp_tp"),
+    Cell("dp=4 tp=2", True, "fsdp_tp"),
+    Cell("fsdp=4 tp=2", rules="fsdp_tp"),
+    Cell("fsdp=4 tp=2", True, "fsdp_tp"),
+    Cell("fsdp=4 tp=2", True, "fsdp_tp_text"),
+    Cell("fsdp=2 tp=4", rules="fsdp_tp_text"),
+    Cell("fsdp=2 tp=4", True, "fsdp_tp_text"),
+    Cell("dp=2 fsdp=2 tp=2", True, "fsdp_tp"),
+    Cell("cp=8"),
+    Cell("cp=8 ulysses=1"),
+    Cell("cp=8 ulysses=2"),
+    Cell("dp=4 cp=2"),
+    Cell("dp=4 cp=2 ulysses=1"),
+    Cell("fsdp=4 cp=2"),
+    Cell("fsdp=4 cp=2 ulysses=1"),
+    Cell("fsdp=2 cp=4 ulysses=2"),
+    Cell("dp=2 fsdp=2 cp=2"),
+    Cell("cp=4 tp=2", rules="fsdp_tp"),
+    Cell("cp=4 tp=2 ulysses=1", True, "fsdp_tp"),
+    Cell("cp=4 tp=2 ulysses=2", True, "fsdp_tp"),
+    Cell("dp=2 cp=2 tp=2", True, "fsdp_tp_text"),
+    Cell("fsdp=2 cp=2 tp=2", True, "fsdp_tp"),
+    Cell("fsdp=2 cp=2 tp=2 ulysses=1", rules="fsdp_tp"),
+]
+"""Every axis, and every product of two and three that fits eight ranks."""
+
+FORMS = [
+    Cell("fsdp=8", form="regather"),
+    Cell("dp=2 fsdp=4", form="remat"),
+    Cell("fsdp=4 tp=2", True, "fsdp_tp", form="regather", fused=True),
+    Cell("fsdp=2 cp=2 tp=2", True, "fsdp_tp", form="remat", fused=True),
+]
+"""How weights come back in the backward pass."""
+
+COMPILED = [
+    Cell("fsdp=4", form="blocks", fused=True),
+    Cell("fsdp=2 tp=2", True, "fsdp_tp", form="blocks regather", fused=True),
+    Cell("cp=4 ulysses=2", form="blocks remat", fused=True),
+    Cell("cp=2 tp=2", True, "fsdp_tp", form="blocks", fused=True),
+]
+
+STEPS = [
+    Cell("fsdp=2", form="step", fused=True),
+    Cell("dp=2", form="step", fused=True),
+    Cell("tp=2", True, "fsdp_tp", form="step", fused=True),
+    Cell("cp=2 ulysses=1", form="step", fused=True),
+]
+
+
+def check(cells: list[tuple[Cell, str]], found: list[Result]) -> None:
+    """Hold every cell to the bound."""
+    far = [
+        f"{cell.name}, {cell.form}, {kind}: loss {r.loss:.1e}, {r.where} {r.grads:.1e}, "
+        f"norm {r.norm:.1e}"
+        for (cell, kind), r in zip(cells, found, strict=True)
+        if not r.worst <= 1e-10
+    ]
+    assert not far, "\n".join(far)
+
+
+def run(ranks: int, cells: list[tuple[Cell, str]], seconds: float = 600.0) -> list[Result]:
+    """Walk through cells on so many ranks."""
+    return worst(simulate.run(ranks, walk, ranks, cells, seconds=seconds))
+
+
+def test_every_mesh_gives_what_one_device_gives() -> None:
+    """All meshes with all kinds of data, eager."""
+    cells = [(cell, kind) for cell in MESHES for kind in DATA]
+    cells += [(cell, "mixed") for cell in FORMS]
+    check(cells, run(8, cells))
+
+
+def test_compiled_blocks_on_a_mesh_give_what_one_device_gives() -> None:
+    """With collectives of heads and tokens in the graph, on four ranks."""
+    cells = [(cell, "packed") for cell in COMPILED]
+    check(cells, run(4, cells))
+
+
+def test_a_compiled_step_on_a_mesh_gives_what_one_device_gives() -> None:
+    """One graph with all collectives in it, on two ranks."""
+    cells = [(cell, "mixed") for cell in STEPS]
+    check(cells, run(2, cells))
+
+
+def test_inductor_on_a_mesh_gives_what_one_device_gives() -> None:
+    """One cell: blocks with sequence parallel."""
+    cells = [(Cell("tp=2", True, "fsdp_tp", "blocks", "inductor", fused=True), "packed")]
+    check(cells, run(2, cells))
