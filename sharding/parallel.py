@@ -87,6 +87,8 @@ class Parallel:
 
     def reduce(self, loss: Tensor, grads: Any) -> tuple[Tensor, Any]:
         """Make of this rank's loss and local gradients those of all ranks; for `make_step`."""
+        # Those of uneven parts are pieces of what was padded.
+        grads = tree.map(lambda grad: grad.contiguous(), grads)
         return self.total(loss), self.layout.sum_copies(grads)
 
 

@@ -85,15 +85,19 @@ def _pack(leaves: Sequence[Any], mesh: Mesh) -> list[_Bucket]:
             found.setdefault(leaf.value.requires_grad, []).append(place)
     buckets = []
     for places in found.values():
-        parts: list[Tensor] = []
-        for place in places:
-            leaf = leaves[place]
-            parts.append(leaf.value.reshape(-1))
-            short = _size(_padded(leaf, mesh)) - leaf.value.numel()
-            if short:
-                parts.append(leaf.value.new_zeros(short))
-        buckets.append(_Bucket(tuple(places), tuple(leaves[p] for p in places), torch.cat(parts)))
+        chosen = tuple(leaves[place] for place in places)
+        flat = torch.cat([_filled(leaf, mesh).reshape(-1) for leaf in chosen])
+        buckets.append(_Bucket(tuple(places), chosen, flat))
     return buckets
+
+
+def _filled(leaf: Stored, mesh: Mesh) -> Tensor:
+    """Give a rank's part as large as that of the rank where it is fullest."""
+    value, dim = leaf.value, leaf.spec.dim("fsdp")
+    assert dim is not None
+    shape = list(_padded(leaf, mesh))
+    shape[dim] -= value.shape[dim]
+    return torch.cat((value, value.new_zeros(shape)), dim) if shape[dim] else value
 
 
 def _padded(leaf: Stored, mesh: Mesh) -> tuple[int, ...]:

@@ -51,6 +51,15 @@ FORMS = [
 ]
 """How weights come back in the backward pass."""
 
+UNEVEN = [
+    Cell("fsdp=6"),
+    Cell("dp=2 fsdp=3", form="regather", fused=True),
+    Cell("fsdp=3 tp=2", True, "fsdp_tp", form="remat"),
+    Cell("cp=6 ulysses=3"),
+    Cell("cp=3 tp=2 ulysses=1", True, "fsdp_tp"),
+]
+"""Six ranks divide no width of the model."""
+
 COMPILED = [
     Cell("fsdp=4", form="blocks", fused=True),
     Cell("fsdp=2 tp=2", True, "fsdp_tp", form="blocks regather", fused=True),
@@ -87,6 +96,12 @@ def test_every_mesh_gives_what_one_device_gives() -> None:
     cells = [(cell, kind) for cell in MESHES for kind in DATA]
     cells += [(cell, "mixed") for cell in FORMS]
     check(cells, run(8, cells))
+
+
+def test_ranks_that_divide_nothing_give_what_one_device_gives() -> None:
+    """Parts of different sizes, some empty."""
+    cells = [(cell, "packed") for cell in UNEVEN]
+    check(cells, run(6, cells))
 
 
 def test_compiled_blocks_on_a_mesh_give_what_one_device_gives() -> None:
