@@ -1,5 +1,5 @@
 # Everything that is done to this checkout; the environment is .venv and is made when needed.
-# ARGS adds flags to what is run: make train ARGS="--steps 20".
+# ARGS adds flags to what is run: make train ARGS="--train.steps 20".
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := train

@@ -66,6 +66,8 @@ def main(cfg: Config, ranks: Ranks = ALONE) -> TrainState:
         if resumed is None:
             raise ValueError(f"--run.resume: there is no whole checkpoint in {folder}")
         refuse_other(cfg, folder)
+    elif ranks.share((folder / "config.json").exists()):
+        raise ValueError(f"{folder} holds a run that has saved nothing; remove it to begin again")
     say = print if ranks.first else _silent
 
     sizes = meshes.parse(cfg.mesh, ranks.world)

@@ -53,8 +53,11 @@ def checker(store: Any, *, seconds: int = 60) -> Callable[[str, Axis, Tensor], N
 
 
 def _where() -> str:
-    """Name the line outside of this folder that led here."""
+    """Name the line outside of this folder, and of libraries, that led here."""
     frame = sys._getframe()
-    while frame.f_back is not None and Path(frame.f_code.co_filename).resolve().parent == _HERE:
+    while frame.f_back is not None:
+        file = Path(frame.f_code.co_filename).resolve()
+        if file.is_file() and file.parent != _HERE and "site-packages" not in file.parts:
+            break
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

@@ -7,7 +7,7 @@ adds every form and kind of data to every mesh.
 
 from pathlib import Path
 
-from meshes import DATA, Cell, Result, walk, worst
+from meshes import DATA, Cell, Result, apart, walk, worst
 
 from mmfn.sharding import simulate
 
@@ -107,16 +107,16 @@ def test_ranks_that_divide_nothing_give_what_one_device_gives() -> None:
 def test_compiled_blocks_on_a_mesh_give_what_one_device_gives() -> None:
     """With collectives of heads and tokens in the graph, on four ranks."""
     cells = [(cell, "packed") for cell in COMPILED]
-    check(cells, run(4, cells))
+    check(cells, apart(4, cells))
 
 
 def test_a_compiled_step_on_a_mesh_gives_what_one_device_gives() -> None:
     """One graph with all collectives in it, on two ranks."""
     cells = [(cell, "mixed") for cell in STEPS]
-    check(cells, run(2, cells))
+    check(cells, apart(2, cells))
 
 
 def test_inductor_on_a_mesh_gives_what_one_device_gives() -> None:
     """One cell: blocks with sequence parallel."""
     cells = [(Cell("tp=2", True, "fsdp_tp", "blocks", "inductor", fused=True), "packed")]
-    check(cells, run(2, cells))
+    check(cells, apart(2, cells))

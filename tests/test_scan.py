@@ -35,7 +35,7 @@ def test_a_scan_measures_all_samples_and_reports_how_far_it_is() -> None:
 def test_a_scan_drops_long_samples_or_names_the_first() -> None:
     """33 tokens do not fit a row of 32."""
     toys = (Toy(0, 5), Toy(1, 33), Toy(2, 32))
-    message = "toys.json, id 'toy1': 33 tokens are more than tokens=32"
+    message = "toys.json, id 'toy1': 33 tokens are more than max_tokens=32"
     dropped = scanned(toys)
     assert (dropped.kept.tolist(), dropped.long, dropped.total) == ([0, 2], (message,), 3)
     with pytest.raises(BadSample) as caught:

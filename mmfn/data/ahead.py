@@ -1,6 +1,6 @@
 """Results worked out ahead, in order, by other processes."""
 
-import signal
+import os
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar, cast
 
@@ -24,9 +24,13 @@ class _Guarded:
             return error
 
 
-def _ignore_interrupt(worker: int) -> None:
-    """Leave Ctrl-C, which reaches all processes of a terminal, to the main one."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _apart(worker: int) -> None:
+    """Leave signals that are sent to the group of the main process to that one.
+
+    Ctrl-C in a terminal, and what schedulers send to end a run, reach all processes of a group; a
+    worker that ends by them would make the main one fail before it has saved.
+    """
+    os.setpgid(0, 0)
 
 
 def _same(value: Value) -> Value:
@@ -54,7 +58,7 @@ def ordered(
             prefetch_factor=prefetch,
             collate_fn=_same,
             generator=torch.Generator(),  # Else it would draw from the global stream.
-            worker_init_fn=_ignore_interrupt,
+            worker_init_fn=_apart,
         )
     )
     try:

@@ -79,7 +79,7 @@ class _Measurer:
                 sample = self.samples[index]
                 length = self.measure(sample)
                 if length.tokens > self.tokens:
-                    cause = f"{length.tokens} tokens are more than tokens={self.tokens}"
+                    cause = f"{length.tokens} tokens are more than max_tokens={self.tokens}"
                     raise TooLong(sample.name, sample.where, cause)
                 found.append((length.tokens, length.patches, length.supervised))
             except BadSample as error:

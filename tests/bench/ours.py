@@ -1,23 +1,26 @@
 """Our side: the same step as a function, samples packed in one row, float32 weights and moments.
 
 `compiled` is the whole step, gradients and update, as one graph; `blocks` has a graph for each kind
-of block and one for the loss; `eager` is the same code as it is.
+of block and one for the loss; `eager` is the same code as it is. On several ranks weights are cut
+over `fsdp` and gathered again backward, as FSDP2 does.
 """
 
 from collections.abc import Callable
 from functools import partial
 
-import attrs
 import torch
 import worker
 from shapes import MERGE, PATCH_DIM, Sample, samples
 
-from mmfn import device, optim, schedules, train, transforms, weights
+from mmfn import device, optim, schedules, train, transforms, tree, weights
 from mmfn.batch import Batch
-from mmfn.compute import Compute, sequential
+from mmfn.compute import Compute
 from mmfn.data import pack
 from mmfn.data.encoded import Encoded, Geometry, Run
 from mmfn.models import hub, qwen3_vl
+from mmfn.sharding import layout, parallel
+from mmfn.sharding import mesh as meshes
+from mmfn.sharding.rules import FSDP
 
 ROW = 64
 """The row of tokens is padded to a multiple of this."""
@@ -53,14 +56,19 @@ def make(job: worker.Job) -> Callable[[], float]:
     cpu = device.resolve("cpu")
     cpu.prepare()
     cfg = hub.read_config(job.folder)
-    # In float32 there is nothing to cast to.
-    compute = Compute(ops=cpu.ops, dtype=None if job.dtype == torch.float32 else job.dtype)
-    if job.form == "blocks":
-        compute = attrs.evolve(
-            compute,
-            ops=transforms.compile_loss(cpu.ops),
-            stack=transforms.compile_blocks(sequential),
-        )
+    abstract = qwen3_vl.abstract(cfg)
+    on = parallel.make(abstract, meshes.make(meshes.Sizes(fsdp=job.ranks)), FSDP)
+    blocks = job.form == "blocks"
+    plain = Compute(
+        ops=transforms.compile_loss(cpu.ops) if blocks else cpu.ops,
+        # In float32 there is nothing to cast to.
+        dtype=None if job.dtype == torch.float32 else job.dtype,
+    )
+    if job.form == "compiled":
+        compute = on.whole_step(plain)
+    else:
+        wrap = transforms.compile_blocks if blocks else lambda stack: stack
+        compute = on.compute(plain, wrap, again=True)
     optimizer = optim.chain(
         optim.clip_by_global_norm(worker.CLIP),
         optim.adamw(
@@ -70,11 +78,19 @@ def make(job: worker.Job) -> Callable[[], float]:
             kernel=cpu.adamw,
         ),
     )
-    state = train.start(weights.load(qwen3_vl.abstract(cfg), job.folder), optimizer)
-    advance = train.make_step(partial(qwen3_vl.loss, cfg=cfg, compute=compute), optimizer)
+    params = weights.load(abstract, job.folder, place=on.layout.place)
+    state = train.start(layout.local(params), optimizer)
+    advance = train.make_step(
+        on.loss(partial(qwen3_vl.loss, cfg=cfg, compute=compute)),
+        optimizer,
+        norm=on.norm(on.layout.specs),
+        reduce=on.reduce,
+    )
     if job.form == "compiled":
         advance = transforms.compile_step(advance)
     batches = packed(samples(job.shape, job.seed), cfg.vision.side)
+    # Every rank has as many targets.
+    batches = tuple(tree.evolve(batch, count=batch.count * job.ranks) for batch in batches)
 
     def step() -> float:
         nonlocal state

@@ -2,6 +2,7 @@
 
 `eager` is the model as it is; `compiled` compiles each decoder layer and each vision block, which
 was the quickest of the ways to compile it. Weights, gradients and moments are in the given dtype.
+On several ranks each block, and the model around them, is cut by FSDP2.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from shapes import (
     samples,
 )
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 
@@ -95,13 +97,16 @@ def padded(rows: Sequence[Sample], dtype: torch.dtype) -> dict[str, Tensor]:
 
 def make(job: worker.Job) -> Callable[[], float]:
     """Build the model and its optimizer; a step is every micro-batch, then one update."""
-    torch.manual_seed(job.seed)
+    torch.manual_seed(job.seed - job.rank)
     model = Qwen3VLForConditionalGeneration._from_config(
         config(job.shape), attn_implementation="sdpa", dtype=job.dtype
     )
     model.train()
-    if job.save:
+    if job.save and job.rank == 0:
         model.save_pretrained(job.folder)
+    if job.ranks > 1:
+        for part in (*model.model.language_model.layers, *model.model.visual.blocks, model):
+            fully_shard(part)
     params = list(model.parameters())
     optimizer = torch.optim.AdamW(
         params,

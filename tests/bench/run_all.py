@@ -14,6 +14,8 @@ RUNS = (
     ["--shape", "medium", "--dtype", "bfloat16"],
     ["--shape", "chat", "--dtype", "float32"],
     ["--shape", "chat", "--dtype", "bfloat16"],
+    ["--shape", "medium", "--dtype", "float32", "--ranks", "2"],
+    ["--shape", "medium", "--dtype", "bfloat16", "--ranks", "2"],
 )
 
 
@@ -30,8 +32,9 @@ def main() -> None:
     print("== ours over theirs")
     for report in reports:
         print(
-            f"{report['shape']:8} {report['dtype']:9} time {report['ratio']:.3f}  "
-            f"memory {report['ratio_rss']:.3f}  (theirs {report['theirs_form']})"
+            f"{report['shape']:8} {report['dtype']:9} ranks {report['ranks']}  "
+            f"time {report['ratio']:.3f}  memory {report['ratio_rss']:.3f}  "
+            f"(theirs {report['theirs_form']})"
         )
 
 

@@ -3,18 +3,20 @@
     python tests/bench/step.py                      medium shape, float32, one thread
     python tests/bench/step.py --dtype bfloat16
     python tests/bench/step.py --shape chat
+    python tests/bench/step.py --ranks 2            ours on fsdp=2 against theirs with FSDP2, gloo
 
-Each side is a process of its own that lives through all rounds; in a round each does one step while
-the others wait, and the least of its times counts, so a machine that is slow for a while is slow
-for all. All start from the same weights and read the same samples: unless their losses agree,
-before the first update and after it, nothing is compared. Memory is the peak of resident memory
-over the timed steps. The last line is one JSON object; `ratio` is our time over that of their
-quickest form, and `ratio_rss` is our memory over that of the same form.
+Each side is a process of its own (or one a rank) that lives through all rounds; in a round each
+does one step while the others wait, and the least of its times counts, so a machine that is slow
+for a while is slow for all. All start from the same weights and read the same samples: unless
+their losses agree, before the first update and after it, nothing is compared. Memory is the peak
+of resident memory over the timed steps. The last line is one JSON object; `ratio` is our time over
+that of their quickest form, and `ratio_rss` is our memory over that of the same form.
 """
 
 import argparse
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -31,46 +33,63 @@ CLOSE = {"float32": 1e-4, "bfloat16": 1e-2}
 
 
 class Side:
-    """A process that does one step whenever it is asked."""
+    """The processes, one a rank, that do one step together whenever they are asked."""
 
-    def __init__(self, name: str, file: str, flags: list[str], threads: int) -> None:
-        """Start it; `ask` what comes next only when it is ready."""
+    def __init__(self, name: str, file: str, flags: list[str], threads: int, ranks: int) -> None:
+        """Start them; `ask` what comes next only when they are ready."""
         few = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
         quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1"}
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = str(free.getsockname()[1])
+        place = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
         self.name = name
-        self.process = subprocess.Popen(
-            [sys.executable, str(HERE / file), *flags, "--threads", str(threads)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | few | quiet,
-        )
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, str(HERE / file), *flags, "--threads", str(threads)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=os.environ | few | quiet | place | {"RANK": str(rank)},
+            )
+            for rank in range(ranks)
+        ]
         self.hear()
         self.steps: list[dict[str, float]] = []
 
     def hear(self) -> dict[str, Any]:
-        """Wait for its next answer."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise SystemExit(f"{self.name} ended with status {self.process.wait()}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        """Wait for the next answer of each: the longest time, most memory, and the mean loss."""
+        answers: list[dict[str, Any]] = []
+        for process in self.processes:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            if not line:
+                raise SystemExit(f"{self.name} ended with status {process.wait()}")
+            answers.append(json.loads(line))
+        return {
+            key: (statistics.fmean if key == "loss" else max)(answer[key] for answer in answers)
+            for key in answers[0]
+        }
 
     def ask(self, word: str) -> dict[str, Any]:
-        """Have it do something, and wait for its answer."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{word}\n")
-        self.process.stdin.flush()
+        """Have them do something, and wait for their answers."""
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.write(f"{word}\n")
+            process.stdin.flush()
         return self.hear()
 
     def step(self) -> None:
-        """Do one step and keep what it says of it."""
+        """Do one step and keep what they say of it."""
         self.steps.append(self.ask("step"))
 
     def close(self) -> None:
-        """End it: it stops where its input does."""
-        self.process.communicate()
+        """End them: they stop where their input does."""
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in self.processes:
+            process.wait()
 
 
 def compare(sides: list[Side], warmup: int, steps: int) -> dict[str, dict[str, float]]:
@@ -137,11 +156,13 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=3, help="steps before them")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ranks", type=int, default=1, help="each with samples of its own")
     flags = parser.parse_args()
     if flags.steps < 1 or flags.warmup < 1:
         parser.error(f"--steps={flags.steps} and --warmup={flags.warmup} must be at least 1")
 
     sides: list[Side] = []
+    sizes = (flags.threads, flags.ranks)
     # The first side writes the weights there that we read.
     with tempfile.TemporaryDirectory() as folder:
         common = ["--shape", flags.shape, "--dtype", flags.dtype, "--seed", str(flags.seed)]
@@ -149,15 +170,15 @@ def main() -> None:
         try:
             for form in dict.fromkeys(flags.theirs):
                 own = ["--form", form] if sides else ["--form", form, "--save"]
-                sides.append(Side(f"theirs, {form}", "peer_hf.py", common + own, flags.threads))
+                sides.append(Side(f"theirs, {form}", "peer_hf.py", common + own, *sizes))
             own = ["--form", flags.ours]
-            sides.append(Side(f"ours, {flags.ours}", "ours.py", common + own, flags.threads))
+            sides.append(Side(f"ours, {flags.ours}", "ours.py", common + own, *sizes))
             results = compare(sides, flags.warmup, flags.steps)
         finally:
             for side in sides:
                 side.close()
 
-    print(table(results, SHAPES[flags.shape].tokens))
+    print(table(results, SHAPES[flags.shape].tokens * flags.ranks))
     ours = results.pop(f"ours, {flags.ours}")
     best = min(results, key=lambda name: results[name]["ms"])
     theirs = results[best]
@@ -177,6 +198,7 @@ def main() -> None:
         "dtype": flags.dtype,
         "shape": flags.shape,
         "threads": flags.threads,
+        "ranks": flags.ranks,
         "steps": flags.steps,
         "first_loss": {"ours": ours["first_loss"], "theirs": theirs["first_loss"]},
         "torch": version("torch"),

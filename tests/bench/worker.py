@@ -34,6 +34,9 @@ class Job:
     save: bool
     """Write them there first, then go on."""
     seed: int
+    """Of the samples of this rank."""
+    rank: int
+    ranks: int
 
 
 def job() -> Job:
@@ -49,7 +52,19 @@ def job() -> Job:
     flags = parser.parse_args()
     torch.set_num_threads(flags.threads)
     dtype = getattr(torch, flags.dtype)
-    return Job(SHAPES[flags.shape], dtype, flags.form, flags.folder, flags.save, flags.seed)
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if ranks > 1:
+        torch.distributed.init_process_group("gloo")
+    return Job(
+        shape=SHAPES[flags.shape],
+        dtype=dtype,
+        form=flags.form,
+        folder=flags.folder,
+        save=flags.save,
+        seed=flags.seed + rank,
+        rank=rank,
+        ranks=ranks,
+    )
 
 
 def serve(make: Callable[[Job], Callable[[], float]]) -> None:

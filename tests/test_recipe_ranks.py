@@ -1,0 +1,148 @@
+"""The recipe under torchrun: the same numbers, the same files, and an end together."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mmfn import log
+
+RECIPE = Path(__file__).parent.parent / "recipes" / "qwen3vl.py"
+SMALL = ["--data.row-tokens", "256", "--data.workers", "0", "--data.answer-tokens", "1"]
+ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def torchrun(ranks: int, *words: str) -> list[str]:
+    """Write the command of a run on so many ranks."""
+    start = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
+    return [*start, "--master_port=0", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0",
+            str(RECIPE), *words]  # fmt: skip
+
+
+def run(ranks: int, *words: str, code: int = 0) -> str:
+    """Run to the end; gives what was said."""
+    done = subprocess.run(
+        torchrun(ranks, *words), capture_output=True, text=True, timeout=240, env=ENV
+    )
+    assert (done.returncode == 0) == (code == 0), done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Give a run folder of two steps on one device, whose export others go on from."""
+    folder = tmp_path_factory.mktemp("one") / "run"
+    words = [*SMALL, "--train.steps", "2", "--run.out", str(folder), "--run.seed", "3"]
+    subprocess.run([sys.executable, str(RECIPE), *words], check=True, capture_output=True, env=ENV)
+    return folder
+
+
+def losses(folder: Path) -> list[float]:
+    """Read the losses of a run."""
+    return [line["loss"] for line in log.read(folder)[0]]
+
+
+def test_ranks_that_share_their_samples_train_as_one_device(model: Path, tmp_path: Path) -> None:
+    """Tokens cut in two: losses, norms and exported weights are those of one device."""
+    words = [*SMALL, "--train.steps", "2", "--run.seed", "3"]
+    said = run(2, *words, "--mesh", "cp=2", "--run.out", str(tmp_path / "two"))
+    assert said.count("held-out exact answers") == 1
+    assert losses(tmp_path / "two") == pytest.approx(losses(model), rel=1e-5)
+    ours = load_file(tmp_path / "two" / "export" / "model.safetensors")
+    theirs = load_file(model / "export" / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    for key, value in theirs.items():
+        torch.testing.assert_close(ours[key], value, atol=2e-4, rtol=0)
+    about = json.loads((tmp_path / "two" / "about.json").read_text())
+    assert about["mesh"] == "cp=2 ulysses=2"
+
+
+def test_a_run_goes_on_on_another_mesh(tmp_path: Path) -> None:
+    """Stopped by SIGTERM on fsdp=2, gone on on tp=2 and on one device: no step twice or missing."""
+    words = [*SMALL, "--train.accumulate", "2", "--train.steps", "400", "--run.out"]
+    out = tmp_path / "run"
+    process = subprocess.Popen(
+        torchrun(2, *words, str(out), "--mesh", "fsdp=2"),
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENV,
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    metrics = out / log.FILE
+    while not metrics.exists() or metrics.read_text().count("\n") < 3:
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.2)
+    children = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True, check=True
+    )
+    # One rank is told, all stop after the same step.
+    os.kill(int(children.stdout.split()[-1]), signal.SIGTERM)
+    said, _ = process.communicate(timeout=120)
+    found = re.search(r"stopped after step (\d+) of 400; go on with: torchrun", said)
+    assert found, said
+    done = int(found[1])
+    assert len(losses(out)) == done
+
+
+def test_an_error_of_one_rank_is_said_once_and_ends_all(model: Path, tmp_path: Path) -> None:
+    """A picture that one rank cannot read: its name first, in less than a minute."""
+    rows = [
+        {"id": i, "image": f"{i}.png", "conversations": [
+            {"from": "human", "value": "<image>\nWhich digit is this?"},
+            {"from": "gpt", "value": "3"}]}
+        for i in range(8)
+    ]  # fmt: skip
+    from PIL import Image
+
+    for i in range(8):
+        Image.new("RGB", (32, 32), (30 * i, 20, 10)).save(tmp_path / f"{i}.png")
+    (tmp_path / "train.json").write_text(json.dumps(rows))
+    words = [*SMALL, "--model.path", str(model / "export"), "--train.epochs", "1",
+             "--data.train", str(tmp_path / "train.json"), "--run.no-export"]  # fmt: skip
+    said = run(2, *words, "--run.out", str(tmp_path / "good"))
+    assert "step 1/" in said
+
+    (tmp_path / "5.png").write_bytes((tmp_path / "5.png").read_bytes()[:40])
+    start = time.monotonic()
+    said = run(2, *words, "--run.out", str(tmp_path / "bad"), code=1)
+    assert time.monotonic() - start < 60
+    assert said.count("5.png") == 1
+    assert re.search(r"rank \d: .*5\.png", said)
+    assert 'qwen3vl.py", line' not in said
+
+
+def test_a_mesh_that_does_not_fit_is_refused_with_the_numbers(tmp_path: Path) -> None:
+    """Before any weight is made: too many ranks, and heads that tp does not divide."""
+    said = run(2, *SMALL, "--mesh", "fsdp=3", "--run.out", str(tmp_path / "a"), code=1)
+    assert "mesh 'fsdp=3' has 3 ranks; there are 2" in said
+    said = run(3, *SMALL, "--mesh", "tp=3", "--run.out", str(tmp_path / "a"), code=1)
+    assert "tp=3 divides neither kv_heads=2 nor the groups=2" in said
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
+    """SIGKILL: torchrun says which, and nobody waits for it."""
+    process = subprocess.Popen(
+        torchrun(2, *SMALL, "--train.steps", "400", "--run.out", str(tmp_path / "run")),
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENV,
+    )  # fmt: skip
+    metrics, deadline = tmp_path / "run" / log.FILE, time.monotonic() + 120
+    while not metrics.exists() or metrics.read_text().count("\n") < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    children = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True, check=True
+    )
+    os.kill(int(children.stdout.split()[-1]), signal.SIGKILL)
+    start = time.monotonic()
+    said, _ = process.communicate(timeout=120)
+    assert time.monotonic() - start < 60
+    assert process.returncode != 0
+    assert "Signal 9 (SIGKILL)" in said
