@@ -59,18 +59,18 @@ def main(cfg: Config, ranks: Ranks = ALONE) -> TrainState:
         raise ValueError(f"--run.out={folder} is not a folder")
     device = resolve_device(cfg.run.device)
     device.prepare()
+    sizes = meshes.parse(cfg.mesh, ranks.world)
     resumed = ranks.share(checkpoint.latest(folder) if ranks.first else None)
     if resumed is not None and not cfg.run.resume:
         raise ValueError(f"{folder} holds a checkpoint of step {resumed}; --run.resume goes on")
     if cfg.run.resume:
         if resumed is None:
             raise ValueError(f"--run.resume: there is no whole checkpoint in {folder}")
-        refuse_other(cfg, folder)
+        refuse_other(cfg, folder, sizes.data)
     elif ranks.share((folder / "config.json").exists()):
         raise ValueError(f"{folder} holds a run that has saved nothing; remove it to begin again")
     say = print if ranks.first else _silent
 
-    sizes = meshes.parse(cfg.mesh, ranks.world)
     note = checker(ranks.store, seconds=cfg.sharding.timeout) if cfg.sharding.check else silent
     mesh = meshes.make(sizes, device.name, note)
     job = jobs.load(cfg)

@@ -22,7 +22,7 @@ from mmfn.data.sample import Sample
 from mmfn.device import Device
 from mmfn.evaluate import Answer
 from mmfn.models import hub, qwen3_vl, vision
-from mmfn.recipes.qwen3vl_config import Config
+from mmfn.recipes.qwen3vl_config import Config, rows_per_step
 from mmfn.report import Shown
 from mmfn.sharding import parallel as parallels
 from mmfn.sharding import rules as tables
@@ -202,6 +202,7 @@ def about(cfg: Config, device: Device, mesh: Mesh) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "device": device.name,
         "mesh": str(mesh.sizes),
+        "rows_per_step": rows_per_step(cfg, mesh.sizes.data),
         "train_sha256": None if cfg.data.train is None else files.digest(cfg.data.train),
     }
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -66,8 +67,22 @@ def test_ranks_that_share_their_samples_train_as_one_device(model: Path, tmp_pat
 
 
 def test_a_run_goes_on_on_another_mesh(tmp_path: Path) -> None:
-    """Stopped by SIGTERM on fsdp=2, gone on on tp=2 and on one device: no step twice or missing."""
-    words = [*SMALL, "--train.accumulate", "2", "--train.steps", "400", "--run.out"]
+    """From fsdp=2 to tp=2 with twice the micro-batches: the same steps, losses to rounding."""
+    out = tmp_path / "run"
+    words = [*SMALL, "--train.steps", "6", "--run.save-every", "3", "--run.out", str(out)]
+    run(2, *words, "--train.accumulate", "2", "--mesh", "fsdp=2")
+    before = losses(out)
+    shutil.rmtree(out / "checkpoints" / "step-00000006")
+    said = run(2, *words, "--train.accumulate", "2", "--mesh", "tp=2", "--run.resume", code=1)
+    assert "reads 4 rows; --data.rows=1, --train.accumulate=2 and 1 data ranks make 2" in said
+    run(2, *words, "--train.accumulate", "4", "--mesh", "tp=2", "--run.resume")
+    assert losses(out) == pytest.approx(before, rel=1e-4)
+    assert losses(out)[:3] == before[:3]
+
+
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path: Path) -> None:
+    """SIGTERM to one of two: the state is saved once, and the command to go on is said."""
+    words = [*SMALL, "--train.steps", "400", "--run.out"]
     out = tmp_path / "run"
     process = subprocess.Popen(
         torchrun(2, *words, str(out), "--mesh", "fsdp=2"),
@@ -82,13 +97,11 @@ def test_a_run_goes_on_on_another_mesh(tmp_path: Path) -> None:
     children = subprocess.run(
         ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True, check=True
     )
-    # One rank is told, all stop after the same step.
     os.kill(int(children.stdout.split()[-1]), signal.SIGTERM)
     said, _ = process.communicate(timeout=120)
     found = re.search(r"stopped after step (\d+) of 400; go on with: torchrun", said)
     assert found, said
-    done = int(found[1])
-    assert len(losses(out)) == done
+    assert len(losses(out)) == int(found[1])
 
 
 def test_an_error_of_one_rank_is_said_once_and_ends_all(model: Path, tmp_path: Path) -> None:
