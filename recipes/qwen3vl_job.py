@@ -80,8 +80,9 @@ def parallel(cfg: Config, job: Job, mesh: Mesh) -> Parallel:
     return parallels.make(job.abstract, mesh, rules, sequence=cfg.sharding.sequence)
 
 
-DIGITS = 2876
-"""Samples of an epoch of digits: each picture alone once, and as many pairs."""
+DIGITS = 14380
+"""Samples of an epoch of digits: each picture alone five times, turned and moved a little, and as
+many pairs."""
 
 
 def load(cfg: Config) -> Job:
@@ -131,7 +132,7 @@ def _digits(cfg: Config) -> Job:
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         published |= {p.name: p.read_bytes() for p in Path(folder).iterdir() if p.is_file()}
-    train = digits.train(cfg.run.seed, DIGITS)
+    train = digits.train(cfg.run.seed, DIGITS, vary=True)
     return _job(cfg, model, chat, train, digits.held_out(), (Path(), Path()), published)
 
 

@@ -97,6 +97,16 @@ def test_samples_are_a_function_of_seed_and_index() -> None:
     assert digits.held_out() == digits.held_out()
 
 
+def test_varied_pictures_differ_each_time_and_ask_the_same() -> None:
+    """Turned and moved a little: other bytes, questions and answers as they were."""
+    plain, varied = digits.train(1, 60), digits.train(1, 60, vary=True)
+    assert [words(s, 0) + words(s, 1) for s in plain] == [words(s, 0) + words(s, 1) for s in varied]
+    sources = [source for sample in varied for source in shown(sample)]
+    assert len(set(sources)) == len(sources) == 90
+    assert not set(sources) & {source for sample in plain for source in shown(sample)}
+    assert digits.train(1, 60, vary=True) == varied
+
+
 def test_texts_hold_all_that_is_written() -> None:
     """A tokenizer made from them has seen every question, answer and role."""
     samples = (*digits.train(0, 400), *digits.held_out())

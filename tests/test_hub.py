@@ -70,3 +70,30 @@ def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json is not JSON"):
         hub.read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("text_config", "num_hidden_layers", 10_000_000),
+        ("text_config", "num_hidden_layers", "4"),
+        ("text_config", "num_attention_heads", 0),
+        ("vision_config", "depth", -1),
+    ],
+)
+def test_a_size_that_is_not_believed_is_refused_by_name(
+    section: str, key: str, value: object
+) -> None:
+    """Before a tree of that many layers is built."""
+    values = hub.to_hub(qwen3_vl.PRESETS["2B"])
+    values[section][key] = value
+    with pytest.raises(ValueError, match=rf"c.json: .*{key}"):
+        hub.from_hub(values, "c.json")
+
+
+@pytest.mark.parametrize("value", ["x", [1], 3])
+def test_a_section_that_is_no_object_is_refused(value: object) -> None:
+    """With the file in the message, whatever transformers raises."""
+    values = {**hub.to_hub(qwen3_vl.PRESETS["2B"]), "text_config": value}
+    with pytest.raises(ValueError, match=r"c\.json: "):
+        hub.from_hub(values, "c.json")

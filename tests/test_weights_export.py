@@ -202,3 +202,16 @@ def test_a_model_of_our_own_is_read_by_transformers(tmp_path: Path, tied: bool) 
         assert torch.equal(found[leaf.key].bfloat16(), value.bfloat16().reshape(leaf.published))
     head, embedding = found["lm_head.weight"], found["model.language_model.embed_tokens.weight"]
     assert (head.data_ptr() == embedding.data_ptr()) == tied
+
+
+def test_weights_that_are_not_finite_are_neither_written_nor_read(tmp_path: Path) -> None:
+    """The leaf or the file and key are named."""
+    abstract = {"w": Param((3,), "embed", "w")}
+    params = {"w": torch.tensor([1.0, math.nan, math.inf])}
+    with pytest.raises(ValueError, match="w: 2 of 3 values are not finite"):
+        export(params, abstract, tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+    (tmp_path / "b").mkdir()
+    save_file(params, tmp_path / "b" / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model.safetensors: w has values that are not finite"):
+        weights.load(abstract, tmp_path / "b")

@@ -10,7 +10,8 @@ Source: Alpaydin and Kaynak 1998, doi:10.24432/C50P49 (the test part), as in `lo
 
 import base64
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,9 @@ ONE = (
 )
 """What is asked about one picture."""
 
+TURN, MOVE = 10, 2
+"""Largest turn of a training picture in degrees, and move in pixels of 32 each way."""
+
 TWO = (
     "Which of the two is larger?",
     "Which of the two digits is larger?",
@@ -56,16 +60,17 @@ class _Digits:
     held_out: Int[np.ndarray, " held_out"]
 
 
-def train(seed: int, count: int) -> tuple[Sample, ...]:
+def train(seed: int, count: int, *, vary: bool = False) -> tuple[Sample, ...]:
     """Make `count` training samples; the first of them do not depend on how many there are.
 
     Even ones show one picture: all 1,438 in an order of the seed, then all in another order. Odd
-    ones show a random pair, whose two digits are any two with equal probability, in any order.
+    ones show a random pair, whose two digits are any two with equal probability, in any order. With
+    `vary` each picture is turned and moved a little, each time another way.
 
     Raises:
         ValueError: `count` is below 1.
     """
-    return _train(seed, count, _read(), None)
+    return _train(seed, count, _read(), None, vary=vary)
 
 
 def held_out() -> tuple[Sample, ...]:
@@ -120,7 +125,7 @@ def _read() -> _Digits:
 
 
 def _train(
-    seed: int, count: int, digits: _Digits, names: Sequence[str] | None
+    seed: int, count: int, digits: _Digits, names: Sequence[str] | None, *, vary: bool = False
 ) -> tuple[Sample, ...]:
     if count < 1:
         raise ValueError(f"count={count}, needs at least 1")
@@ -133,7 +138,19 @@ def _train(
     shown[0::2] = [(int(i),) for i in digits.train[np.concatenate(orders)[:single]]]
     shown[1::2] = _pairs(seed, pairs, digits.train, digits.digit)
     wording = _draw(seed, "wording", count)
-    return _samples("train", shown, wording, digits, names)
+    varied = partial(_varied, seed=seed) if vary else None
+    return _samples("train", shown, wording, digits, names, varied)
+
+
+def _varied(image: UInt8[np.ndarray, "height width"], seed: int, place: str) -> Any:
+    """Turn and move a picture by what is drawn for its place in the samples."""
+    turn, right, down = (_draw(seed, f"vary {place}", 3) % 2001 / 1000 - 1).tolist()
+    moved = Pictures.fromarray(image).rotate(
+        TURN * turn,
+        Pictures.Resampling.BICUBIC,
+        translate=(round(MOVE * right), round(MOVE * down)),
+    )
+    return np.asarray(moved)
 
 
 def _held_out(digits: _Digits, names: Sequence[str] | None) -> tuple[Sample, ...]:
@@ -164,13 +181,20 @@ def _samples(
     wording: Int[np.ndarray, " samples"],
     digits: _Digits,
     names: Sequence[str] | None,
+    varied: Callable[..., Any] | None = None,
 ) -> tuple[Sample, ...]:
     """Ask about each tuple of pictures; without names of files, pictures are data URLs."""
     sources = names or [_url(image) for image in digits.images]
     samples = []
     for index, (pictures, word) in enumerate(zip(shown, wording, strict=True)):
         asked = ONE if len(pictures) == 1 else TWO
-        images = tuple(Image(sources[picture]) for picture in pictures)
+        if varied is None:
+            images = tuple(Image(sources[picture]) for picture in pictures)
+        else:
+            images = tuple(
+                Image(_url(varied(digits.images[picture], place=f"{index} {number}")))
+                for number, picture in enumerate(pictures)
+            )
         question = Turn("user", (*images, Text(asked[word % len(asked)])))
         answer = Turn("assistant", (Text(str(max(digits.digit[p] for p in pictures))),))
         name = f"digits.{part}[{index}]"
