@@ -82,7 +82,7 @@ def parallel(cfg: Config, job: Job, mesh: Mesh) -> Parallel:
 
 DIGITS = 14380
 """Samples of an epoch of digits: each picture alone five times, turned and moved a little, and as
-many pairs."""
+many pairs. A short run makes only what it can read."""
 
 
 def load(cfg: Config) -> Job:
@@ -132,7 +132,10 @@ def _digits(cfg: Config) -> Job:
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         published |= {p.name: p.read_bytes() for p in Path(folder).iterdir() if p.is_file()}
-    train = digits.train(cfg.run.seed, DIGITS, vary=True)
+    assert cfg.data.row_tokens is not None
+    # The shortest sample has 26 tokens.
+    room = (cfg.train.steps or DIGITS) * rows_per_step(cfg, 1) * cfg.data.row_tokens // 26
+    train = digits.train(cfg.run.seed, min(DIGITS, max(room, 64)), vary=True)
     return _job(cfg, model, chat, train, digits.held_out(), (Path(), Path()), published)
 
 

@@ -123,7 +123,7 @@ def theirs(rank: int, world: int, *, compiled: bool) -> Callable[[], Any]:
             block.compile(dynamic=False)
     x, cos, sin, batch = read(rank)
 
-    def step() -> list[Tensor]:
+    def step() -> list[Any]:
         (model(x, cos, sin, batch).square().mean() * world).backward()
         grads = [p.grad for p in model.parameters()]
         for p in model.parameters():
