@@ -53,9 +53,15 @@ def _counted(text: str, world: int, options: dict[str, Any]) -> tuple[Counter[st
     own = context.split(
         batch, mesh.cp.index, ring=mesh.ring.size, ulysses=mesh.ulysses.size, merge=2
     )
-    total = value_and_grad(on.loss(lambda p, b: qwen3_vl.loss(p, b, CFG, compute)))
-    _, grads = on.reduce(*total(local, own))
-    on.norm(on.layout.specs)(grads)
+    loss = on.loss(lambda p, b: qwen3_vl.loss(p, b, CFG, compute))
+
+    def keep(path: str, leaf: Any) -> bool:
+        return not path.startswith(options.get("frozen", "nothing"))
+
+    trained, frozen = tree.partition(keep, local)
+    total = value_and_grad(lambda p, b: loss(tree.combine(p, frozen), b))
+    _, grads = on.reduce(*total(trained, own))
+    on.norm(tree.partition(keep, on.layout.specs)[0])(grads)
     return calls, sizes
 
 
@@ -98,6 +104,14 @@ def test_sharded_weights_are_gathered_once_or_twice_and_scattered_once(
     assert sizes["fsdp all_reduce sum"] == 4 * cut(lambda dim: dim is None)
     if not again:
         assert sizes["fsdp all_gather"] == 4 * values // world
+
+
+def test_frozen_weights_are_gathered_and_send_no_gradient() -> None:
+    """A frozen tower: gathers as before, scatters and sums of the decoder only."""
+    calls, _ = counted("", 4, frozen="vision.")
+    assert calls["fsdp all_gather"] == BLOCKS + SINGLE
+    assert calls["fsdp reduce_scatter"] == CFG.layers + 3
+    assert calls["fsdp all_reduce sum"] == CFG.layers
 
 
 def test_the_number_of_calls_does_not_grow_with_the_ranks() -> None:

@@ -131,6 +131,22 @@ def test_an_error_of_one_rank_is_said_once_and_ends_all(model: Path, tmp_path: P
     assert 'qwen3vl.py", line' not in said
 
 
+def test_broken_media_are_counted_over_ranks(model: Path, tmp_path: Path) -> None:
+    """Case D08 on two ranks with workers: 4 of 8 kept, both make the same steps; or an end."""
+    cases = Path(__file__).parent / "data" / "cases"
+    words = [
+        "--model.path", str(model / "export"), "--data.train", str(cases / "d08_broken_media.json"),
+        "--data.media-root", str(cases), "--data.row-tokens", "512", "--train.epochs", "1",
+        "--data.workers", "2", "--data.max-pixels", "4096", "--run.no-export",
+    ]  # fmt: skip
+    said = run(2, *words, "--run.out", str(tmp_path / "raise"), code=1)
+    assert said.count("truncated.jpg") == 1
+    skip = ["--data.on-bad", "skip", "--data.max-bad", "0.5"]
+    said = run(2, *words, *skip, "--run.out", str(tmp_path / "skip"))
+    assert "left out 0 too long and 4 bad of 8" in said
+    assert sum(line["samples"] for line in log.read(tmp_path / "skip")[0]) == 4
+
+
 def test_a_mesh_that_does_not_fit_is_refused_with_the_numbers(tmp_path: Path) -> None:
     """Before any weight is made: too many ranks, and heads that tp does not divide."""
     said = run(2, *SMALL, "--mesh", "fsdp=3", "--run.out", str(tmp_path / "a"), code=1)
