@@ -16,13 +16,18 @@ import torch
 import torch.distributed as dist
 
 
+class Died(RuntimeError):
+    """A rank was ended by a signal."""
+
+
 def run(ranks: int, work: Callable[..., Any], *args: Any, seconds: float = 300.0) -> list[Any]:
     """Call `work(rank, *args)` on so many ranks; gives what they return, in order.
 
     Ranks are forked, with one thread each; what they return is pickled.
 
     Raises:
-        RuntimeError: a rank raised or died, with its own traceback, or time ran out.
+        Died: a rank was ended by a signal, which counts before what others raise then.
+        RuntimeError: a rank raised, with its own traceback, or time ran out.
     """
     context = multiprocessing.get_context("fork")
     results: Any = context.Queue()
@@ -74,15 +79,21 @@ def _collect(processes: list[Any], results: Any, until: float) -> list[Any]:
         try:
             rank, value, problem = results.get(timeout=0.2)
         except queue.Empty:
-            dead = [r for r, p in enumerate(processes) if p.exitcode and r not in values]
-            if dead:
-                code = processes[dead[0]].exitcode
-                raise RuntimeError(f"rank {dead[0]} ended with code {code}") from None
+            _refuse_dead(processes)
             if time.monotonic() > until:
                 left = sorted(set(range(len(processes))) - values.keys())
                 raise RuntimeError(f"ranks {left} did not end in time") from None
             continue
         if problem is not None:
+            # Others lose their connections to a rank that died: that it died is said first.
+            time.sleep(1.0)
+            _refuse_dead(processes)
             raise RuntimeError(f"rank {rank} failed:\n{problem}")
         values[rank] = value
     return [values[rank] for rank in range(len(processes))]
+
+
+def _refuse_dead(processes: list[Any]) -> None:
+    for rank, process in enumerate(processes):
+        if process.exitcode is not None and process.exitcode < 0:
+            raise Died(f"rank {rank} was ended by signal {-process.exitcode}")

@@ -87,15 +87,25 @@ def check(cells: list[tuple[Cell, str]], found: list[Result]) -> None:
     assert not far, "\n".join(far)
 
 
-def run(ranks: int, cells: list[tuple[Cell, str]], seconds: float = 600.0) -> list[Result]:
-    """Walk through cells on so many ranks."""
-    return worst(simulate.run(ranks, walk, ranks, cells, seconds=seconds))
+def run(ranks: int, cells: list[tuple[Cell, str]]) -> list[Result]:
+    """Walk through cells on so many ranks.
+
+    A start is repeated once where a rank was ended by a signal: on eight processes of two cores the
+    heap of one was found broken in 2 of some 40 starts, in gloo or below; never twice. A wrong
+    number is never repeated.
+    """
+    try:
+        return worst(simulate.run(ranks, walk, ranks, cells))
+    except simulate.Died:
+        return worst(simulate.run(ranks, walk, ranks, cells))
 
 
 def test_every_mesh_gives_what_one_device_gives() -> None:
-    """All meshes with all kinds of data, eager."""
-    cells = [(cell, kind) for cell in MESHES for kind in DATA]
-    cells += [(cell, "mixed") for cell in FORMS]
+    """All meshes with all kinds of data, eager; a start walks through nine meshes."""
+    for start in range(0, len(MESHES), 9):
+        cells = [(cell, kind) for cell in MESHES[start : start + 9] for kind in DATA]
+        check(cells, run(8, cells))
+    cells = [(cell, "mixed") for cell in FORMS]
     check(cells, run(8, cells))
 
 

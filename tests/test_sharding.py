@@ -1,5 +1,7 @@
 """Meshes, rules, layouts, collectives and cuts of rows, each by itself."""
 
+import os
+import signal
 from functools import partial
 from typing import Any
 
@@ -316,3 +318,23 @@ def test_a_weight_without_a_rule_is_whole() -> None:
     assert rules.spec(leaf, {}).cuts == ()
     assert rules.spec(leaf, {"embed": ("ep", "fsdp")}).cuts == (("fsdp", 1),)
     assert attrs.asdict(rules.spec(leaf, rules.FSDP))["shape"] == (4, 6)
+
+
+def test_a_simulated_rank_that_dies_is_named_before_what_others_lose() -> None:
+    """By its signal; one that raises by its own traceback."""
+
+    def die(rank: int) -> None:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        torch.distributed.all_reduce(torch.ones(1))
+
+    with pytest.raises(simulate.Died, match="rank 1 was ended by signal 9"):
+        simulate.run(2, die)
+
+    def fail(rank: int) -> None:
+        if rank == 0:
+            raise ValueError("of its own")
+        torch.distributed.all_reduce(torch.ones(1))
+
+    with pytest.raises(RuntimeError, match=r"(?s)rank 0 failed:.*ValueError: of its own"):
+        simulate.run(2, fail)
