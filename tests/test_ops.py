@@ -1,7 +1,6 @@
 """Operations: definitions against independent forms, fused versions against the definitions."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -114,17 +113,15 @@ def test_rotary_turns_pairs_as_complex_numbers() -> None:
 
 
 @pytest.mark.parametrize("version", [ops.cross_entropy, losses.cross_entropy])
-@pytest.mark.parametrize(("rows", "vocab"), [(6, 11), (6, 8197), (256, 11), (601, 11), (4999, 3)])
-def test_cross_entropy_is_torchs_weighted(
-    version: Callable[..., Tensor], rows: int, vocab: int
-) -> None:
+@pytest.mark.parametrize("vocab", [11, 8192, 8192 + 5])
+def test_cross_entropy_is_torchs_weighted(version: Callable[..., Tensor], vocab: int) -> None:
     """Values and gradients in float64; weightless places count for nothing; pieces do not show."""
     random = torch.Generator().manual_seed(3)
-    x = torch.randn(rows, 4, generator=random, dtype=torch.float64)
+    x = torch.randn(6, 4, generator=random, dtype=torch.float64)
     head = torch.randn(vocab, 4, generator=random, dtype=torch.float64)
-    targets = torch.randint(vocab, (rows,), generator=random)
+    targets = torch.randint(vocab, (6,), generator=random)
     targets[0] = vocab - 1
-    weights = torch.tensor([1.0, 0.5, 0.0, 2.0, 1 / 3, 0.0]).repeat(rows // 6 + 1)[:rows]
+    weights = torch.tensor([1.0, 0.5, 0.0, 2.0, 1 / 3, 0.0])
     seed = torch.tensor(0.7)
 
     def reference(x: Tensor, head: Tensor) -> Tensor:
@@ -134,19 +131,6 @@ def test_cross_entropy_is_torchs_weighted(
     theirs = gradients(reference, x, head, seed=seed)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b)
-
-
-def test_cross_entropy_makes_no_gradient_that_nobody_takes() -> None:
-    """Of a frozen head none; and the value alone is the same."""
-    random = torch.Generator().manual_seed(3)
-    x = torch.randn(300, 4, generator=random, requires_grad=True)
-    head, targets = torch.randn(9, 4, generator=random), torch.randint(9, (300,), generator=random)
-    value = losses.cross_entropy(x, head, targets, torch.ones(300))
-    node: Any = value.grad_fn
-    assert [saved.numel() for saved in node.saved_tensors if saved is not None] == [1200]
-    with torch.no_grad():
-        alone = losses.cross_entropy(x, head, targets, torch.ones(300))
-    assert alone.item() == value.item()
 
 
 @pytest.mark.parametrize("version", [ops.cross_entropy, losses.cross_entropy])
