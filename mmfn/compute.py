@@ -57,7 +57,7 @@ def sequential(
 class Region(Protocol):
     """How a part of a model is cut over ranks; `Whole` is not at all.
 
-    Between `enter` and `leave` a rank computes with its heads, channels or entries of the
+    Between `fan` and `leave` a rank computes with its heads, channels or entries of the
     vocabulary. Outside, tokens may be cut over the same ranks.
     """
 
@@ -78,7 +78,7 @@ class Region(Protocol):
         ...
 
     def inside(self, *weights: Tensor) -> tuple[Tensor, ...]:
-        """Take weights that every rank has whole to between `enter` and `leave`."""
+        """Take weights that every rank has whole to between `fan` and `leave`."""
         ...
 
     def outside(self, *weights: Tensor) -> tuple[Tensor, ...]:

@@ -30,7 +30,6 @@ def checker(store: Any, *, seconds: int = 60) -> Callable[[str, Axis, Tensor], N
 
     def note(name: str, axis: Axis, x: Tensor) -> None:
         number = calls[axis.group] = calls.get(axis.group, 0) + 1
-        # Sizes of a gather along tokens may differ where each rank has its own; here none do.
         call = f"{name} of {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
         key = f"call/{axis.group}/{number}"
         store.set(f"{key}/{axis.index}", f"{call}\n{_where()}")

@@ -74,8 +74,8 @@ def ranks(
 
     No collective waits for longer than `seconds`. If the run fails on any rank, the process ends
     with code 1, and the first rank to fail writes `rank R: MESSAGE` to stderr; `say` makes the
-    message of an exception, or `None` for one that ends the process without a word (a stop that
-    was asked for).
+    message of an exception, or `None` to have its traceback. A `SystemExit` keeps its own code, and
+    says nothing.
 
     Raises:
         ValueError: torchrun's variables are there in part.

@@ -93,11 +93,6 @@ class Stored:
     value: Tensor
     spec: Spec
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Its dtype."""
-        return self.value.dtype
-
 
 def make(abstract: Any, mesh: Mesh, rules: Rules) -> Layout:
     """Lay a tree of `Param`s out on a mesh.

@@ -28,8 +28,6 @@ class Cut:
     tensor: Axis
     sequence: bool = False
     """Whether tokens are cut over it outside of layers."""
-    whole: Axis = Axis("tp")
-    """The same ranks where this part's weights are whole on them, else an axis of one."""
     ring: Axis = Axis("ring")
     ulysses: Axis = Axis("ulysses")
     context: Axis = Axis("cp")
@@ -107,8 +105,3 @@ def text(mesh: Mesh, *, sequence: bool) -> Cut:
 def tower(mesh: Mesh, *, cut: bool) -> Cut:
     """Cut the tower over tp, or let each of its ranks compute the whole."""
     return Cut(mesh.tp if cut else Axis("tp"))
-
-
-def answering(region: Cut) -> Cut:
-    """Let each rank read whole rows, as decoding needs it."""
-    return Cut(region.tensor)
