@@ -7,7 +7,7 @@ made (`mmfn.data.pack`), so a step never has to look at a value on the device.
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mmfn import tree
@@ -59,6 +59,8 @@ class Batch:
     positions: Int[Tensor, "3 tokens"]
     """Time, row and column of each token, from 0 in each sample (MRoPE)."""
     media: Media
+    real: Bool[Tensor, " tokens"]
+    """Which tokens are no padding."""
     feature: Int[Tensor, " tokens"]
     """Which merged patch stands at each token; -1 for text."""
     at: Int[Tensor, " supervised"]

@@ -13,44 +13,51 @@ from torch import Tensor
 
 from mmfn import ops as op
 from mmfn import tree
+from mmfn.experts import Experts, here
 
 
 @runtime_checkable
 class Stack(Protocol):
     """Runs blocks one after the other: `x = block(layer, x, *args, each[i])` for each layer.
 
-    Gives the last x and those after the layers in `keep`. Recompute, offload, compiling a block
-    and gathering ahead are stacks, or functions from stack to stack.
+    A block may give a pair, x and something of its own. The result is the last x, those after the
+    layers in `keep`, and what layers gave of their own. Recompute, offload, compiling a block and
+    gathering ahead are stacks, or functions from stack to stack.
     """
 
     def __call__(
         self,
-        block: Callable[..., Tensor],
+        block: Callable[..., Any],
         layers: Sequence[Any],
         x: Tensor,
         *args: Any,
         each: Sequence[Any],
         keep: Sequence[int] = (),
-    ) -> tuple[Tensor, list[Tensor]]:
+    ) -> tuple[Tensor, list[Tensor], list[Any]]:
         """Run the blocks."""
         ...
 
 
 def sequential(
-    block: Callable[..., Tensor],
+    block: Callable[..., Any],
     layers: Sequence[Any],
     x: Tensor,
     *args: Any,
     each: Sequence[Any],
     keep: Sequence[int] = (),
-) -> tuple[Tensor, list[Tensor]]:
+) -> tuple[Tensor, list[Tensor], list[Any]]:
     """Run the blocks in a plain loop."""
-    kept = []
+    kept, given = [], []
     for index, (layer, own) in enumerate(zip(layers, each, strict=True)):
-        x = block(layer, x, *args, own)
+        out = block(layer, x, *args, own)
+        if isinstance(out, tuple):
+            x, extra = out
+            given.append(extra)
+        else:
+            x = out
         if index in keep:
             kept.append(x)
-    return x, kept
+    return x, kept, given
 
 
 @runtime_checkable
@@ -91,6 +98,10 @@ class Region(Protocol):
 
     def share(self, features: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Give the tower's features of all ranks, as the index of the batch counts them."""
+        ...
+
+    def alike(self, x: Tensor) -> Tensor:
+        """Count the gradient of what every rank computes alike between `fan` and `leave` once."""
         ...
 
     def pieces(self, entries: int) -> op.Pieces | None:
@@ -138,6 +149,10 @@ class Whole:
         """Give the features."""
         return features
 
+    def alike(self, x: Tensor) -> Tensor:
+        """Give x."""
+        return x
+
     def pieces(self, entries: int) -> op.Pieces | None:
         """Say that all are here."""
         return None
@@ -169,6 +184,10 @@ class Compute:
     """How the decoder is cut over ranks."""
     tower: Region = Whole()
     """How the tower is."""
+    experts: Experts = here
+    """How tokens come to their experts."""
+    total: Callable[[Tensor], Tensor] = lambda x: x
+    """Sums what has no gradient over all ranks that read other tokens."""
 
     def whole(self, params: Any) -> Any:
         """Gather parameters in the dtype they are stored in."""

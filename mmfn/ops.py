@@ -95,6 +95,52 @@ def swiglu(
     return F.silu(gate) * up
 
 
+def by_expert(
+    expert: Int[Tensor, "tokens choices"], experts: int
+) -> tuple[Int[Tensor, " rows"], Int[Tensor, " expert"]]:
+    """List the choices `token · choices + choice` in the order of their experts, and count them.
+
+    A choice of the expert numbered `experts` is none: it comes last and is not counted.
+    """
+    flat = expert.flatten()
+    counts = flat.new_zeros(experts + 1).scatter_add(0, flat, torch.ones_like(flat))
+    return flat.argsort(stable=True), counts[:experts]
+
+
+def permute(
+    x: Float[Tensor, "tokens embed"], order: Int[Tensor, " rows"], choices: int
+) -> Float[Tensor, "rows embed"]:
+    """Give each choice the row of its token, in the order that `by_expert` lists."""
+    return x[order // choices]
+
+
+def unpermute(
+    y: Float[Tensor, "rows embed"],
+    order: Int[Tensor, " rows"],
+    weight: Float[Tensor, "tokens choices"],
+) -> Float[Tensor, "tokens embed"]:
+    """Give each token the weighted sum of the rows of its choices."""
+    rows = y[order.argsort()].unflatten(0, weight.shape)
+    return (wide(rows) * weight[..., None]).sum(1).to(y.dtype)
+
+
+def grouped_linear(
+    x: Float[Tensor, "rows into"],
+    weight: Float[Tensor, "expert into out"],
+    counts: Int[Tensor, " expert"],
+) -> Float[Tensor, "rows out"]:
+    """Multiply the first `counts[0]` rows with the first matrix, the next with the second, ...
+
+    Rows beyond the sum of the counts become zeros.
+    """
+    # Every matrix meets every row: nothing depends on the counts but a mask.
+    place = torch.arange(len(x), device=x.device)
+    ends = counts.cumsum(0)
+    number = (place[:, None] >= ends).sum(1)
+    parts = [torch.where((number == e)[:, None], x @ w, 0.0) for e, w in enumerate(weight)]
+    return torch.stack(parts).sum(0)
+
+
 @dataclass(frozen=True)  # Those of attrs cannot be made inside a compiled step.
 class Pieces:
     """The vocabulary cut over ranks: which entries are here, and what the ranks do together."""
@@ -171,6 +217,9 @@ class Ops:
     rms_norm: Callable[..., Tensor] = rms_norm
     rotary: Callable[..., Tensor] = rotary
     swiglu: Callable[..., Tensor] = swiglu
+    permute: Callable[..., Tensor] = permute
+    unpermute: Callable[..., Tensor] = unpermute
+    grouped_linear: Callable[..., Tensor] = grouped_linear
     cross_entropy: Callable[..., Tensor] = cross_entropy
     cast: Callable[[Tensor, torch.dtype], Tensor] = cast
     once: Callable[[Tensor], Tensor] = once

@@ -4,6 +4,8 @@
 weights, published weights, placements, plans and tables are derived from it.
 """
 
+import itertools
+import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -21,6 +23,7 @@ AXES: Mapping[str, str] = {
     "head_dim": "width of a head",
     "mlp": "inner width of a feed-forward layer",
     "expert": "experts of a mixture",
+    "choice": "experts that a router chooses from",
     "gate_up": "the gate (0) and the value (1) of a gated layer",
     "vision_embed": "width of the vision tower",
     "vision_heads": "heads of the vision tower",
@@ -43,6 +46,70 @@ Place: TypeAlias = Callable[[str, "Param"], tuple[Part, Callable[[Tensor], Any]]
 
 
 @attrs.frozen
+class Form:
+    """Another way in which published files hold a leaf."""
+
+    name: str
+    """All leaves of a folder that have forms are in those of one name."""
+    layout: str
+    """Names of axes in the published order, as in a `Param`; without those of `key`."""
+    key: str
+    """Published key; `{expert}` stands for a number where each expert is a tensor of its own."""
+    names: Mapping[str, tuple[str, ...]] = {}
+    """Words that stand for the numbers of an axis in keys."""
+
+
+@attrs.frozen
+class Piece:
+    """A published tensor that holds a leaf, or some entries of it."""
+
+    key: str
+    layout: str
+    """Names of axes in the published order."""
+    shape: tuple[int, ...]
+    """Sizes of these axes."""
+    dims: tuple[int, ...]
+    """Dimensions of the leaf that they are."""
+    at: tuple[tuple[int, int], ...] = ()
+    """(dimension of the leaf, entry) of what this tensor is a part of."""
+
+    @property
+    def fused(self) -> tuple[tuple[int, ...], ...]:
+        """Axes, by number, that make each dimension of the published tensor."""
+        groups: list[tuple[int, ...]] = []
+        open_group: list[int] | None = None
+        axis = 0
+        for word in self.layout.replace("(", " ( ").replace(")", " ) ").split():
+            if word == "(":
+                open_group = []
+            elif word == ")":
+                groups.append(tuple(open_group or ()))
+                open_group = None
+            else:
+                if open_group is None:
+                    groups.append((axis,))
+                else:
+                    open_group.append(axis)
+                axis += 1
+        return tuple(groups)
+
+    @property
+    def published(self) -> tuple[int, ...]:
+        """Shape of the published tensor."""
+        return tuple(torch.Size([self.shape[a] for a in group]).numel() for group in self.fused)
+
+    def view(self, leaf: Tensor, at: Mapping[int, int] | None = None) -> Tensor:
+        """Give what this tensor holds of a leaf, or of a part of one, in the published order.
+
+        `at` says where its entries are in a part. The axes are apart; the memory is that of `leaf`.
+        """
+        for dim, entry in sorted((at or dict(self.at)).items(), reverse=True):
+            leaf = leaf.select(dim, entry)
+        left = [dim for dim in range(len(self.dims) + len(self.at)) if dim not in dict(self.at)]
+        return leaf.permute([left.index(dim) for dim in self.dims])
+
+
+@attrs.frozen
 class Param:
     """A weight without values: sizes, names of axes, spread at the start, published key."""
 
@@ -58,6 +125,10 @@ class Param:
     """Mean of the initial values."""
     copies: tuple[str, ...] = ()
     """Keys under which some published files hold the same values again (a tied head)."""
+    form: str = ""
+    """Name of this form of the leaf in published files, if there are others."""
+    forms: tuple[Form, ...] = ()
+    """The others."""
 
     def __attrs_post_init__(self) -> None:
         if len(self.axes) != len(self.shape):
@@ -70,7 +141,7 @@ class Param:
     @property
     def axes(self) -> tuple[str, ...]:
         """Names of the axes, one a dimension."""
-        return tuple(self.layout.replace("(", " ").replace(")", " ").split())
+        return _words(self.layout)
 
     @property
     def size(self) -> int:
@@ -78,29 +149,39 @@ class Param:
         return torch.Size(self.shape).numel()
 
     @property
-    def fused(self) -> tuple[tuple[int, ...], ...]:
-        """Dimensions of the leaf that make each dimension of the published tensor."""
-        groups: list[tuple[int, ...]] = []
-        open_group: list[int] | None = None
-        dim = 0
-        for word in self.layout.replace("(", " ( ").replace(")", " ) ").split():
-            if word == "(":
-                open_group = []
-            elif word == ")":
-                groups.append(tuple(open_group or ()))
-                open_group = None
-            else:
-                if open_group is None:
-                    groups.append((dim,))
-                else:
-                    open_group.append(dim)
-                dim += 1
-        return tuple(groups)
-
-    @property
     def published(self) -> tuple[int, ...]:
         """Shape of the published tensor."""
-        return tuple(torch.Size([self.shape[d] for d in dims]).numel() for dims in self.fused)
+        return self.pieces()[0].published
+
+    def pieces(self, form: str = "") -> tuple[Piece, ...]:
+        """Give the published tensors that hold this leaf, in a form, or in its own.
+
+        Raises:
+            ValueError: the leaf has forms, and none of this name; names them.
+        """
+        if not self.forms or form in ("", self.form):
+            return (Piece(self.key, self.layout, self.shape, tuple(range(len(self.shape)))),)
+        found = next((other for other in self.forms if other.name == form), None)
+        if found is None:
+            names = ", ".join([self.form, *(other.name for other in self.forms)])
+            raise ValueError(f"{self.key} has no form {form!r}; there are {names}")
+        dims = tuple(self.axes.index(axis) for axis in _words(found.layout))
+        shape = tuple(self.shape[dim] for dim in dims)
+        apart = [axis for _, axis, _, _ in string.Formatter().parse(found.key) if axis]
+        at = [self.axes.index(axis) for axis in apart]
+        pieces = []
+        for entries in itertools.product(*(range(self.shape[dim]) for dim in at)):
+            words = {
+                axis: found.names[axis][entry] if axis in found.names else entry
+                for axis, entry in zip(apart, entries, strict=True)
+            }
+            place = tuple(zip(at, entries, strict=True))
+            pieces.append(Piece(found.key.format(**words), found.layout, shape, dims, place))
+        return tuple(pieces)
+
+
+def _words(layout: str) -> tuple[str, ...]:
+    return tuple(layout.replace("(", " ").replace(")", " ").split())
 
 
 def whole(path: str, param: Param) -> tuple[Part, Callable[[Tensor], Tensor]]:

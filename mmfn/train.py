@@ -45,11 +45,13 @@ def start(
 
 
 def make_step(
-    loss: Callable[[Any, Any], Tensor],
+    loss: Callable[..., Any],
     optimizer: optim.Optimizer,
     *,
     norm: Callable[[Any], Tensor] = optim.global_norm,
-    reduce: Callable[[Tensor, Any], tuple[Tensor, Any]] = lambda value, grads: (value, grads),
+    reduce: Callable[[Any, Any], tuple[Any, Any]] = lambda value, grads: (value, grads),
+    prepare: Callable[[Any, Sequence[Any]], Any] | None = None,
+    report: Callable[[Any], dict[str, Tensor]] = lambda more: {},
     donate: bool = True,
 ) -> Callable[[TrainState, Sequence[Any]], tuple[TrainState, dict[str, Tensor]]]:
     """Make the step of an optimizer over the micro-batches of `loss(params, batch)`.
@@ -59,24 +61,41 @@ def make_step(
     loop decides what follows. With `donate` the given state is written into and must not be used
     again. Nothing in a step waits for the device. On a mesh, `reduce` makes of the loss and
     gradients of this rank those of all, once a step, and `norm` counts each value once.
+
+    A loss may give a pair, its value and a tree of numbers, which are summed as it is and which
+    `report` makes metrics of; the update is skipped too where its `left_out` is not 0. What all
+    micro-batches have to know of each other `prepare(params, batches)` says, without gradients:
+    `loss` takes it as a third argument.
     """
 
-    def objective(params: Any, batch: Any, frozen: Any) -> Tensor:
-        return loss(params if frozen is None else tree.combine(params, frozen), batch)
+    def objective(params: Any, batch: Any, frozen: Any, known: tuple[Any, ...]) -> Any:
+        out = loss(params if frozen is None else tree.combine(params, frozen), batch, *known)
+        return out if isinstance(out, tuple) else (out, None)
 
-    total = accumulate(value_and_grad(objective))
+    total = accumulate(value_and_grad(objective, more=True))
 
     def step(state: TrainState, batches: Sequence[Any]) -> tuple[TrainState, dict[str, Tensor]]:
-        value, grads = reduce(*total(state.params, batches, state.frozen))
+        known: tuple[Any, ...] = ()
+        if prepare is not None:
+            with torch.no_grad():
+                own = state.params
+                whole = own if state.frozen is None else tree.combine(own, state.frozen)
+                known = (prepare(whole, batches),)
+        (value, more), grads = reduce(*total(state.params, batches, state.frozen, known))
         measured = optim.gradients(grads, norm)
+        told = {} if more is None else report(more)
+        if "left_out" in told:
+            lost = (told["left_out"] > 0).to(measured.skip.dtype)
+            measured = tree.evolve(measured, skip=torch.maximum(measured.skip, lost))
         rate = optimizer.rate(state.optimizer)
-        params, own = optimizer.update(measured, state.optimizer, state.params, donate=donate)
+        params, moments = optimizer.update(measured, state.optimizer, state.params, donate=donate)
         metrics = {
             "loss": value,
             "grad_norm": measured.norm,
             "lr": rate,
             "skipped": measured.skip,
+            **told,
         }
-        return tree.evolve(state, params=params, optimizer=own, step=state.step + 1), metrics
+        return tree.evolve(state, params=params, optimizer=moments, step=state.step + 1), metrics
 
     return step

@@ -12,45 +12,46 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from mmfn import tree
 from mmfn.compute import Stack
 from mmfn.ops import Ops
 
 
-def value_and_grad(fn: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Any]]:
+def value_and_grad(fn: Callable[..., Any], *, more: bool = False) -> Callable[..., tuple[Any, Any]]:
     """Make a function that gives `fn(params, ...)`, a scalar, and its gradient by `params`.
 
     The gradient is a tree like `params`; a leaf that `fn` does not read has a gradient of zeros.
+    With `more` what `fn` gives is a pair, the scalar and a tree that takes no gradient.
     """
 
     @wraps(fn)
-    def run(params: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+    def run(params: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         with torch.enable_grad():
             # A new leaf each time: the caller's tensors are not touched.
             flat = [leaf.detach().requires_grad_() for leaf in tree.leaves(params)]
-            value = fn(tree.unflatten(params, flat), *args, **kwargs)
+            out = fn(tree.unflatten(params, flat), *args, **kwargs)
+            value = out[0] if more else out
             grads = torch.autograd.grad(value, flat, allow_unused=True, materialize_grads=True)
-        return value.detach(), tree.unflatten(params, list(grads))
+        return tree.map(torch.Tensor.detach, out), tree.unflatten(params, list(grads))
 
     return run
 
 
-def accumulate(
-    fn: Callable[..., tuple[Tensor, Any]],
-) -> Callable[..., tuple[Tensor, Any]]:
+def accumulate(fn: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
     """Make a function that sums `fn(params, batch, ...)`, a value and a gradient, over batches.
 
-    Losses are divided by the count of the whole step already, so a sum is what is wanted.
+    Losses are divided by the count of the whole step already, so a sum is what is wanted; a value
+    may be a tree, whose leaves are summed.
     """
 
-    def run(params: Any, batches: Sequence[Any], *args: Any) -> tuple[Tensor, Any]:
+    def run(params: Any, batches: Sequence[Any], *args: Any) -> tuple[Any, Any]:
         value, grads = fn(params, batches[0], *args)
         total = tree.leaves(grads)
         for batch in batches[1:]:
             more, grads_more = fn(params, batch, *args)
-            value = value + more
+            value = tree.map(torch.add, value, more)
             torch._foreach_add_(total, tree.leaves(grads_more))
         return value, grads
 
@@ -61,21 +62,28 @@ Policy = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[
 """What to keep: makes the pair of contexts that `torch.utils.checkpoint` takes."""
 
 
+def keep_choices() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Keep what a router chose: a block that is run again then has the same rows bit for bit."""
+    contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+    contexts = create_selective_checkpoint_contexts([torch.ops.aten.topk.default])
+    return contexts
+
+
 def remat(stack: Stack, policy: Policy | None = None) -> Stack:
     """Keep only the input of each block (and what `policy` keeps), and run it again backward.
 
-    Source: Chen et al. 2016, arXiv:1604.06174.
+    Blocks of experts need `keep_choices`. Source: Chen et al. 2016, arXiv:1604.06174.
     """
     options: dict[str, Any] = {} if policy is None else {"context_fn": policy}
 
     def run(
-        block: Callable[..., Tensor],
+        block: Callable[..., Any],
         layers: Sequence[Any],
         x: Tensor,
         *args: Any,
         each: Sequence[Any],
         keep: Sequence[int] = (),
-    ) -> tuple[Tensor, list[Tensor]]:
+    ) -> tuple[Tensor, list[Tensor], list[Any]]:
         return stack(
             lambda *inputs: checkpoint(
                 block, *inputs, use_reentrant=False, preserve_rng_state=False, **options
@@ -92,16 +100,16 @@ def remat(stack: Stack, policy: Policy | None = None) -> Stack:
 
 def compile_blocks(stack: Stack, *, backend: str = "inductor") -> Stack:
     """Compile the block: blocks of one kind are one graph, whatever the number of layers."""
-    compiled: dict[Any, Callable[..., Tensor]] = {}
+    compiled: dict[Any, Callable[..., Any]] = {}
 
     def run(
-        block: Callable[..., Tensor],
+        block: Callable[..., Any],
         layers: Sequence[Any],
         x: Tensor,
         *args: Any,
         each: Sequence[Any],
         keep: Sequence[int] = (),
-    ) -> tuple[Tensor, list[Tensor]]:
+    ) -> tuple[Tensor, list[Tensor], list[Any]]:
         # A model binds options to its block anew in each call; the function behind is the same.
         function, options = getattr(block, "func", block), getattr(block, "keywords", {})
         if function not in compiled:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mmfn import files as disk
 from mmfn import param, tree
-from mmfn.param import Param, Part, Place
+from mmfn.param import Param, Part, Piece, Place
 
 INDEX = "model.safetensors.index.json"
 
@@ -45,68 +45,93 @@ class Entry:
 
 @attrs.frozen
 class Found:
-    """A leaf, and the keys under which a folder holds it."""
+    """A leaf, and the tensors of a folder that hold it."""
 
     path: str
     param: Param
-    keys: tuple[str, ...]
-    """Keys under which the folder holds it: the one that is read, then its copies."""
+    pieces: tuple[Piece, ...]
+    """Those that are read, which together hold it once."""
+    copies: tuple[Piece, ...] = ()
+    """Those that hold the same again."""
 
 
 def load(
-    abstract: Any, folder: Path, *, dtype: torch.dtype = torch.float32, place: Place = param.whole
+    abstract: Any,
+    folder: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    place: Place = param.whole,
+    form: str = "",
 ) -> Any:
     """Read published weights into a tree like `abstract`, each leaf in `dtype`.
 
     `place` says which part of a leaf is read here and how it is wrapped. One tensor is held in
     the dtype of the file at a time. Where a leaf's own key is absent, one of its copies is read;
-    where both are there, they must be equal.
+    where both are there, they must be equal. Leaves that have several forms are read in the one
+    that all of the folder are in, or in `form`.
 
     Raises:
         ValueError: no such folder or no safetensors in it, a damaged file, an index that points
             elsewhere; keys that are missing, unexpected or in two files, shapes and dtypes that
-            do not fit, all of them in one message, before any tensor is read; unequal copies;
-            values that are not finite.
+            do not fit, all of them in one message, before any tensor is read; forms of which
+            none or several fit; unequal copies; values that are not finite.
     """
-    found, leaves = match(abstract, folder)
+    found, leaves = match(abstract, folder, form)
     _check_copies(found, leaves, dtype, place)
+    places = [place(leaf.path, leaf.param) for leaf in leaves]
     values: list[Any] = [None] * len(leaves)
-    for file in dict.fromkeys(found[leaf.keys[0]].file for leaf in leaves):
+    left = [len(leaf.pieces) for leaf in leaves]
+    by_file: dict[Path, list[tuple[int, Piece]]] = {}
+    for index, leaf in enumerate(leaves):
+        for piece in leaf.pieces:
+            by_file.setdefault(found[piece.key].file, []).append((index, piece))
+    for file, held in by_file.items():
         with _reading(file) as reader:
-            for index, leaf in enumerate(leaves):
-                if found[leaf.keys[0]].file == file:
-                    part, wrap = place(leaf.path, leaf.param)
-                    value = _read(reader, leaf.keys[0], leaf.param, part, dtype)
-                    if not bool(value.isfinite().all()):
-                        raise ValueError(f"{file}: {leaf.keys[0]} has values that are not finite")
-                    values[index] = wrap(value)
+            for index, piece in held:
+                part, wrap = places[index]
+                if values[index] is None:
+                    values[index] = _room(leaves[index].param, part, dtype)
+                value = _fill(values[index], reader, leaves[index].param, piece, part)
+                if not bool(value.isfinite().all()):
+                    raise ValueError(f"{file}: {piece.key} has values that are not finite")
+                left[index] -= 1
+                if not left[index]:
+                    values[index] = wrap(values[index])
     return tree.unflatten(abstract, values)
 
 
-def match(abstract: Any, folder: Path) -> tuple[dict[str, Entry], list[Found]]:
+def match(abstract: Any, folder: Path, form: str = "") -> tuple[dict[str, Entry], list[Found]]:
     """Find the tensors of a tree in a folder: what is in it by key, and where each leaf is.
 
     Raises:
         ValueError: as `load`, before any tensor is read.
     """
     found, problems = _scan(folder)
+    form = form or _form(abstract, folder, found)
     missing, shapes, dtypes = [], [], []
     leaves = []
     owner: dict[str, str] = {}
     for path, leaf in tree.items(abstract):
-        for key in (leaf.key, *leaf.copies):
-            if key in owner:
-                raise ValueError(f"leaves {owner[key]} and {path} have one published key, {key}")
-            owner[key] = path
-        keys = tuple(key for key in (leaf.key, *leaf.copies) if key in found)
-        if not keys:
-            missing.append(leaf.key)
-        for key in keys:
-            if found[key].shape != leaf.published:
-                shapes.append(f"{key} is {found[key].shape}, needed {leaf.published}")
-            if found[key].dtype not in DTYPES:
-                dtypes.append(f"{key} is {found[key].dtype}")
-        leaves.append(Found(path, leaf, keys))
+        pieces = leaf.pieces(form)
+        copies = [attrs.evolve(pieces[0], key=key) for key in leaf.copies]
+        for piece in (*pieces, *copies):
+            if piece.key in owner:
+                raise ValueError(
+                    f"leaves {owner[piece.key]} and {path} have one published key, {piece.key}"
+                )
+            owner[piece.key] = path
+        there = [piece for piece in (*pieces, *copies) if piece.key in found]
+        if not there or (len(pieces) > 1 and len(there) < len(pieces)):
+            keys = {piece.key for piece in there}
+            missing += [piece.key for piece in pieces if piece.key not in keys]
+        for piece in there:
+            entry = found[piece.key]
+            if entry.shape != piece.published:
+                shapes.append(f"{piece.key} is {entry.shape}, needed {piece.published}")
+            if entry.dtype not in DTYPES:
+                dtypes.append(f"{piece.key} is {entry.dtype}")
+        once = len(pieces)
+        leaves.append(Found(path, leaf, tuple(there[:once]), tuple(there[once:])))
     unexpected = [f"{key} in {entry.file.name}" for key, entry in found.items() if key not in owner]
     problems |= {
         "missing": missing,
@@ -116,6 +141,37 @@ def match(abstract: Any, folder: Path) -> tuple[dict[str, Entry], list[Found]]:
     }
     _refuse(folder, problems)
     return found, leaves
+
+
+def _form(abstract: Any, folder: Path, found: Mapping[str, Entry]) -> str:
+    """Name the form in which a folder holds the leaves that have several; all are looked at.
+
+    Where none fits it is one that some tensors are in, whose problems are then told.
+    """
+    leaves = [leaf for leaf in tree.leaves(abstract) if leaf.forms]
+    if not leaves:
+        return ""
+    fits: dict[str, list[str]] = {}
+    whole = []
+    for name in (leaves[0].form, *(other.name for other in leaves[0].forms)):
+        pieces = [piece for leaf in leaves for piece in leaf.pieces(name)]
+        fits[name] = [
+            piece.key
+            for piece in pieces
+            if piece.key in found and found[piece.key].shape == piece.published
+        ]
+        if len(fits[name]) == len(pieces):
+            whole.append(name)
+    if len(whole) > 1:
+        raise ValueError(
+            f"{folder} fits the forms {' and '.join(whole)} alike, as sizes of axes coincide; "
+            f"say which it is: form=, --model.form"
+        )
+    some = [name for name, keys in fits.items() if keys]
+    if not whole and len(some) > 1:
+        told = ", ".join(f"{fits[name][0]} is in form {name}" for name in some)
+        raise ValueError(f"{folder} does not hold all weights in one form: {told}")
+    return (whole or some or [leaves[0].form])[0]
 
 
 def _refuse(folder: Path, problems: Mapping[str, Sequence[str]]) -> None:
@@ -183,18 +239,27 @@ def _reading(file: Path) -> Iterator[Any]:
         raise ValueError(f"{file} is not a whole safetensors file: {error}") from error
 
 
-def _read(reader: Any, key: str, leaf: Param, part: Part, dtype: torch.dtype) -> Tensor:
-    """Read a part of a leaf, a copy that no longer needs the file."""
+def _room(leaf: Param, part: Part, dtype: torch.dtype) -> Tensor:
+    """Make room for a part of a leaf."""
+    shape = [len(range(*cut.indices(n))) for cut, n in zip(part, leaf.shape, strict=True)]
+    return torch.empty(shape, dtype=dtype)
+
+
+def _fill(value: Tensor, reader: Any, leaf: Param, piece: Piece, part: Part) -> Tensor:
+    """Copy what a tensor holds of a part of a leaf there; gives the place, which may be empty."""
     kept = [range(*cut.indices(size)) for cut, size in zip(part, leaf.shape, strict=True)]
-    value = torch.empty([len(run) for run in kept], dtype=dtype)
+    if any(entry not in kept[dim] for dim, entry in piece.at):
+        return value[:0]
+    value = piece.view(value, {dim: kept[dim].index(entry) for dim, entry in piece.at})
     if value.numel():
+        mine = [kept[dim] for dim in piece.dims]
         cuts, shape, rest = [], [], []
-        for dims in leaf.fused:
-            cut, sizes, after = _cut([kept[d] for d in dims], [leaf.shape[d] for d in dims])
+        for axes in piece.fused:
+            cut, sizes, after = _cut([mine[a] for a in axes], [piece.shape[a] for a in axes])
             cuts.append(cut)
             shape += sizes
             rest += after
-        value.copy_(reader.get_slice(key)[tuple(cuts)].reshape(shape)[tuple(rest)])
+        value.copy_(reader.get_slice(piece.key)[tuple(cuts)].reshape(shape)[tuple(rest)])
     return value
 
 
@@ -224,12 +289,14 @@ def _check_copies(
     for leaf in leaves:
         part, _ = place(leaf.path, leaf.param)
         parts = []
-        for key in leaf.keys if len(leaf.keys) > 1 else ():
-            with _reading(found[key].file) as reader:
-                parts.append(_read(reader, key, leaf.param, part, dtype))
-        for key, other in zip(leaf.keys[1:], parts[1:], strict=True):
+        for piece in (*leaf.pieces, *leaf.copies) if leaf.copies else ():
+            with _reading(found[piece.key].file) as reader:
+                room = _room(leaf.param, part, dtype)
+                parts.append(_fill(room, reader, leaf.param, piece, part))
+        for piece, other in zip(leaf.copies, parts[1:], strict=True):
             if not torch.equal(parts[0], other):
                 raise ValueError(
-                    f"{found[key].file}: {key} should be a copy of {leaf.keys[0]} and differs in "
+                    f"{found[piece.key].file}: {piece.key} should be a copy of "
+                    f"{leaf.pieces[0].key} and differs in "
                     f"{int((parts[0] != other).sum())} of {other.numel()} values"
                 )

@@ -7,6 +7,7 @@ import json
 import shutil
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from mmfn import files as disk
 from mmfn import tree
+from mmfn.param import Piece
 from mmfn.weights import DTYPES, INDEX, match
 
 COMPANIONS = (".json", ".jinja", ".txt", ".model", ".tiktoken")
@@ -31,17 +33,21 @@ def export(
     source: Path | None = None,
     files: Mapping[str, bytes | str] | None = None,
     dtype: torch.dtype | None = None,
+    form: str = "",
+    source_form: str = "",
     shard_bytes: int = 5_000_000_000,
     fetch: Callable[[Tensor], Tensor] = lambda value: value,
     write: bool = True,
 ) -> None:
     """Write weights as a published folder that `load` and `transformers` read.
 
-    With a `source` checkpoint the keys, their copies and the dtype of each tensor are its own, and
-    its `COMPANIONS` are copied; without, keys are those of `abstract` and values keep their dtype.
-    An explicit `dtype` comes before both (a config's own `dtype` entry stays as it is). `files`
-    are written beside the weights, in place of copies of the same name. No file holds more than
-    `shard_bytes` of tensors, unless it holds one. The folder appears when it is complete.
+    With a `source` checkpoint the keys, their form, their copies and the dtype of each tensor are
+    its own, and its `COMPANIONS` are copied; without, keys are those of `abstract` and values keep
+    their dtype. An explicit `dtype` comes before both (a config's own `dtype` entry stays as it
+    is), and so does the `form` of leaves that have several; `source_form` is for a source whose
+    form cannot be told. `files` are written beside the weights, in place of copies of the same
+    name. No file holds more than `shard_bytes` of tensors, unless it holds one. The folder appears
+    when it is complete.
 
     Weights that are cut over ranks are made whole by `fetch`, one at a time. All ranks call this,
     and one of them does `write`.
@@ -56,32 +62,23 @@ def export(
         if not disk.plain_name(name) or name == INDEX or name.endswith(".safetensors"):
             raise ValueError(f"files: {name!r} is not a plain file name, or is one of weights")
     values = _values(params, abstract)
-    if source is None:
-        written = [(path, p.key, dtype or values[path].dtype) for path, p in tree.items(abstract)]
-    else:
-        found, leaves = match(abstract, source)
-        written = [
-            (leaf.path, key, dtype or DTYPES[found[key].dtype])
-            for leaf in leaves
-            for key in leaf.keys
-        ]
-    shapes = {path: p.published for path, p in tree.items(abstract)}
+    checked = _checked(values, fetch)
     tensors = [
-        _Tensor(key, shapes[path], kind, _source(path, values[path], kind, fetch))
-        for path, key, kind in written
+        _Tensor(piece.key, piece.published, kind, partial(checked, path, piece, kind))
+        for path, piece, kind in _written(values, abstract, source, source_form, form, dtype)
     ]
     if not write:
         for shard in _shards(tensors, shard_bytes):
             for tensor in _ordered(shard):
                 tensor.make()
         return
-    with disk.new_folder(Path(folder)) as partial:
+    with disk.new_folder(Path(folder)) as unfinished:
         if source is not None:
             for path in _companions(source):
-                shutil.copyfile(path, partial / path.name)
+                shutil.copyfile(path, unfinished / path.name)
         for name, text in texts.items():
-            (partial / name).write_bytes(text.encode() if isinstance(text, str) else text)
-        _write_shards(tensors, partial, shard_bytes)
+            (unfinished / name).write_bytes(text.encode() if isinstance(text, str) else text)
+        _write_shards(tensors, unfinished, shard_bytes)
 
 
 @attrs.frozen
@@ -107,20 +104,54 @@ def _values(params: Any, abstract: Any) -> dict[str, Tensor]:
     return values
 
 
-def _source(
-    path: str, value: Tensor, dtype: torch.dtype, fetch: Callable[[Tensor], Tensor]
-) -> Callable[[], Tensor]:
-    if dtype not in DTYPES.values():
-        raise ValueError(f"{path} would be written as {dtype}; there are {', '.join(DTYPES)}")
+def _written(
+    values: Mapping[str, Tensor],
+    abstract: Any,
+    source: Path | None,
+    source_form: str,
+    form: str,
+    dtype: torch.dtype | None,
+) -> list[tuple[str, Piece, torch.dtype]]:
+    """List the tensors to write: path of the leaf, which of its pieces, dtype."""
+    if source is None:
+        rows = [
+            (path, piece, dtype or values[path].dtype)
+            for path, leaf in tree.items(abstract)
+            for piece in leaf.pieces(form)
+        ]
+    else:
+        found, leaves = match(abstract, source, source_form)
+        rows = []
+        for leaf in leaves:
+            own = (*leaf.pieces, *leaf.copies)
+            kinds = [dtype or DTYPES[found[piece.key].dtype] for piece in own]
+            if form and leaf.param.forms:
+                own = leaf.param.pieces(form)
+                kinds = [kinds[0]] * len(own)
+            rows += [(leaf.path, *row) for row in zip(own, kinds, strict=True)]
+    for path, _, kind in rows:
+        if kind not in DTYPES.values():
+            raise ValueError(f"{path} would be written as {kind}; there are {', '.join(DTYPES)}")
+    return rows
 
-    def make() -> Tensor:
-        whole = fetch(value.detach())
-        made = whole.to(dtype)
-        if not bool(whole.isfinite().all()):
-            lost = int((~whole.isfinite()).sum())
-            raise ValueError(f"{path}: {lost} of {whole.numel()} values are not finite")
-        if made.dtype != whole.dtype:
-            lost = int((whole.isfinite() & ~made.isfinite()).sum())
+
+def _checked(
+    values: Mapping[str, Tensor], fetch: Callable[[Tensor], Tensor]
+) -> Callable[[str, Piece, torch.dtype], Tensor]:
+    """Make the function that gives a published tensor; it holds one whole leaf at a time."""
+    held: dict[str, Tensor] = {}
+
+    def make(path: str, piece: Piece, dtype: torch.dtype) -> Tensor:
+        if path not in held:
+            held.clear()
+            held[path] = fetch(values[path].detach())
+            if not bool(held[path].isfinite().all()):
+                lost = int((~held[path].isfinite()).sum())
+                raise ValueError(f"{path}: {lost} of {held[path].numel()} values are not finite")
+        part = piece.view(held[path])
+        made = part.to(dtype)
+        if made.dtype != part.dtype:
+            lost = int((part.isfinite() & ~made.isfinite()).sum())
             if lost:
                 raise ValueError(f"{path}: {lost} finite values are not finite in {dtype}")
         return made.cpu().contiguous()

@@ -61,9 +61,10 @@ def prefill(
 
     own = (*deep, *(None,) * (cfg.layers - len(deep)))
     for layer, features_of_layer in zip(params.text.layers, own, strict=True):
-        x = qwen3_vl.block(
+        out = qwen3_vl.block(
             layer, x, cos, sin, batch, features_of_layer, cfg=cfg, compute=compute, attend=attend
         )
+        x = out[0] if isinstance(out, tuple) else out
 
     def spread(packed: Tensor) -> Tensor:
         place = packed.new_zeros(samples, room, *packed.shape[1:])
@@ -106,7 +107,10 @@ def decode(
             weights = op.wide(scores).masked_fill(hidden, -torch.inf).softmax(-1)
             return torch.einsum("bkgt,btkc->bkgc", weights.to(v.dtype), values[-1])
 
-        x = qwen3_vl.block(layer, x, cos, sin, None, None, cfg=cfg, compute=compute, attend=attend)
+        out = qwen3_vl.block(
+            layer, x, cos, sin, None, None, cfg=cfg, compute=compute, attend=attend
+        )
+        x = out[0] if isinstance(out, tuple) else out
     cache = tree.evolve(
         cache,
         keys=tuple(keys),

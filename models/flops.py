@@ -59,8 +59,13 @@ def count(cfg: qwen3_vl.Config, lengths: Lengths) -> Flops:
     tokens = sum(lengths.samples)
     pairs = sum(n * (n + 1) // 2 for n in lengths.samples)
     width, keys = cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
-    products = tokens * cfg.embed * (2 * width + 2 * keys + 3 * cfg.mlp)
-    decoder = cfg.layers * (products + 2 * width * pairs)
+    products = tokens * cfg.embed * (2 * width + 2 * keys)
+    dense = tokens * cfg.embed * 3 * cfg.mlp
+    decoder = cfg.layers * (products + 2 * width * pairs) + (cfg.layers - len(cfg.mixed)) * dense
+    if cfg.experts is not None:
+        own = cfg.experts
+        mixed = tokens * cfg.embed * (own.experts + 3 * own.choices * own.mlp)
+        decoder += len(cfg.mixed) * mixed
     head = lengths.supervised * cfg.embed * cfg.vocab
     patch, tower = _tower(cfg.vision, lengths.frames)
     inner = decoder + head + tower

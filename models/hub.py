@@ -5,9 +5,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import Qwen3VLConfig
+from transformers import Qwen3VLConfig, Qwen3VLMoeConfig
 
-from mmfn.models import qwen3_vl, vision
+from mmfn.models import moe, qwen3_vl, vision
+
+_KINDS = {"qwen3_vl": Qwen3VLConfig, "qwen3_vl_moe": Qwen3VLMoeConfig}
+"""Types of model that are read: without experts, and with."""
 
 _SIZES = {
     "vocab_size": 2**24,
@@ -17,6 +20,12 @@ _SIZES = {
     "num_key_value_heads": 2**16,
     "head_dim": 2**16,
     "intermediate_size": 2**24,
+}
+_EXPERT_SIZES = {
+    "num_experts": 2**16,
+    "num_experts_per_tok": 2**16,
+    "moe_intermediate_size": 2**24,
+    "decoder_sparse_step": 1024,
 }
 _TOWER_SIZES = {
     "depth": 1024,
@@ -56,13 +65,15 @@ def from_hub(values: Mapping[str, Any], where: str = "config") -> qwen3_vl.Confi
     Raises:
         ValueError: names the file, the key, what it holds and what this model needs.
     """
-    _need(where, values, "model_type", "qwen3_vl")
+    kind = values.get("model_type")
+    if kind not in _KINDS:
+        raise ValueError(f"{where}: model_type={kind!r} is none of {', '.join(_KINDS)}")
     plain = {key: value for key, value in values.items() if key != "auto_map"}
     for section in ("text_config", "vision_config"):
         if not plain.get(section):
             raise ValueError(f"{where}: {section} is missing or empty")
     try:
-        config = Qwen3VLConfig.from_dict(plain)
+        config = _KINDS[kind].from_dict(plain)
     except Exception as error:  # Whatever its own checks raise, which differs from key to key.
         raise ValueError(f"{where}: {' '.join(str(error).split())}") from error
     # Of one class each; transformers annotates them as anything a caller may give.
@@ -71,7 +82,8 @@ def from_hub(values: Mapping[str, Any], where: str = "config") -> qwen3_vl.Confi
     _need(where, text, "hidden_act", "silu")
     _need(where, text, "attention_bias", False)
     _need(where, tower, "hidden_act", "gelu_pytorch_tanh")
-    for section, keys in (("text_config", _SIZES), ("vision_config", _TOWER_SIZES)):
+    sizes = _SIZES if kind == "qwen3_vl" else _SIZES | _EXPERT_SIZES
+    for section, keys in (("text_config", sizes), ("vision_config", _TOWER_SIZES)):
         for key, most in keys.items():
             size = getattr(getattr(config, section), key, None)
             if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= most:
@@ -79,7 +91,10 @@ def from_hub(values: Mapping[str, Any], where: str = "config") -> qwen3_vl.Confi
     rope = text.rope_parameters
     _need(where, rope, "rope_type", "default")
     _need(where, rope, "mrope_interleaved", True)
+    experts, dense = (None, ()) if kind == "qwen3_vl" else _experts(where, text)
     return qwen3_vl.Config(
+        experts=experts,
+        dense=dense,
         vocab=text.vocab_size,
         embed=text.hidden_size,
         layers=text.num_hidden_layers,
@@ -111,11 +126,48 @@ def from_hub(values: Mapping[str, Any], where: str = "config") -> qwen3_vl.Confi
     )
 
 
+def _experts(where: str, text: Any) -> tuple[moe.Config, tuple[int, ...]]:
+    """Read the sizes of the experts, and which blocks have none."""
+    only = list(text.mlp_only_layers)
+    if any(isinstance(i, bool) or not isinstance(i, int) for i in only):
+        raise ValueError(f"{where}: text_config.mlp_only_layers={only} are not all integers")
+    dense = tuple(
+        i for i in range(text.num_hidden_layers) if i in only or (i + 1) % text.decoder_sparse_step
+    )
+    if len(dense) == text.num_hidden_layers:
+        raise ValueError(
+            f"{where}: decoder_sparse_step={text.decoder_sparse_step} and mlp_only_layers={only} "
+            f"leave none of {len(dense)} blocks with experts"
+        )
+    try:
+        own = moe.Config(
+            experts=text.num_experts,
+            choices=text.num_experts_per_tok,
+            mlp=text.moe_intermediate_size,
+            normalise=bool(getattr(text, "norm_topk_prob", True)),
+        )
+    except ValueError as error:
+        raise ValueError(f"{where}: num_experts_per_tok, num_experts: {error}") from error
+    return own, dense
+
+
 def to_hub(cfg: qwen3_vl.Config) -> dict[str, Any]:
     """Write a config as the values of a `config.json` that `transformers` reads."""
-    tower = cfg.vision
-    config = Qwen3VLConfig(
+    tower, own = cfg.vision, cfg.experts
+    make = Qwen3VLConfig if own is None else Qwen3VLMoeConfig
+    experts: dict[str, Any] = {}
+    if own is not None:
+        experts = {
+            "num_experts": own.experts,
+            "num_experts_per_tok": own.choices,
+            "moe_intermediate_size": own.mlp,
+            "norm_topk_prob": own.normalise,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": list(cfg.dense),
+        }
+    config = make(
         text_config={
+            **experts,
             "vocab_size": cfg.vocab,
             "hidden_size": cfg.embed,
             "intermediate_size": cfg.mlp,
@@ -150,7 +202,11 @@ def to_hub(cfg: qwen3_vl.Config) -> dict[str, Any]:
         video_token_id=cfg.video_token,
         vision_start_token_id=cfg.vision_start_token,
         vision_end_token_id=cfg.vision_end_token,
-        architectures=["Qwen3VLForConditionalGeneration"],
+        architectures=[
+            "Qwen3VLForConditionalGeneration"
+            if own is None
+            else "Qwen3VLMoeForConditionalGeneration"
+        ],
     )
     values: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     return values

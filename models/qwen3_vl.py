@@ -1,4 +1,4 @@
-"""Qwen3-VL, dense: a decoder that reads text and the features of a vision tower.
+"""Qwen3-VL, dense and mixture of experts: a decoder of text and the features of a vision tower.
 
 Letters in shapes: kv_heads and groups are the heads of keys and the query heads that share one.
 Parts are separately callable: `vision.encode`, `start`, `block`, `head`. `own` are the
@@ -7,7 +7,7 @@ tokens that a rank holds between blocks: all, unless they are cut (`Compute.text
 Source: Bai et al. 2025, arXiv:2511.21631; Yang et al. 2025, arXiv:2505.09388 (Qwen3).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 
 import attrs
@@ -19,7 +19,7 @@ from mmfn import losses
 from mmfn import ops as op
 from mmfn.batch import Batch
 from mmfn.compute import Compute, Region, plain
-from mmfn.models import vision
+from mmfn.models import moe, vision
 from mmfn.param import Param
 from mmfn.tree import Leaf, pytree
 
@@ -40,6 +40,10 @@ class Config:
     head_dim: int = 128
     tied: bool = False
     """Whether the head is the embedding."""
+    experts: moe.Config | None = None
+    """Experts in place of the feed-forward layer of a block."""
+    dense: tuple[int, ...] = ()
+    """Blocks (from 0) that have a feed-forward layer all the same."""
     eps: float = 1e-6
     theta: float = 5e6
     """Base of the rotary frequencies."""
@@ -65,6 +69,15 @@ class Config:
             raise ValueError(
                 f"deepstack={self.vision.deepstack} has more entries than layers={self.layers}"
             )
+        if any(not 0 <= i < self.layers for i in self.dense):
+            raise ValueError(f"dense={self.dense} names blocks beyond layers={self.layers}")
+
+    @property
+    def mixed(self) -> tuple[int, ...]:
+        """Blocks that have experts."""
+        if self.experts is None:
+            return ()
+        return tuple(i for i in range(self.layers) if i not in self.dense)
 
 
 @pytree
@@ -95,7 +108,7 @@ class Block:
     attention_norm: Leaf
     attention: Attention
     mlp_norm: Leaf
-    mlp: Mlp
+    mlp: Mlp | moe.Moe
 
 
 @pytree
@@ -129,6 +142,15 @@ def abstract(cfg: Config) -> Qwen3VL:
     prefix, into, out = "model.language_model", d**-0.5, (k * g * c) ** -0.5
     heads = "kv_heads groups head_dim"
 
+    def feed_forward(i: int, at: str) -> Mlp | moe.Moe:
+        if cfg.experts is not None and i in cfg.mixed:
+            return moe.abstract(cfg.experts, d, at)
+        return Mlp(
+            gate=Param((m, d), "mlp embed", f"{at}.gate_proj.weight", into),
+            up=Param((m, d), "mlp embed", f"{at}.up_proj.weight", into),
+            down=Param((d, m), "embed mlp", f"{at}.down_proj.weight", m**-0.5),
+        )
+
     def block(i: int) -> Block:
         at, attn, mlp = (f"{prefix}.layers.{i}{part}" for part in ("", ".self_attn", ".mlp"))
         return Block(
@@ -142,11 +164,7 @@ def abstract(cfg: Config) -> Qwen3VL:
                 k_norm=Param((c,), "head_dim", f"{attn}.k_norm.weight", mean=1.0),
             ),
             mlp_norm=Param((d,), "embed", f"{at}.post_attention_layernorm.weight", mean=1.0),
-            mlp=Mlp(
-                gate=Param((m, d), "mlp embed", f"{mlp}.gate_proj.weight", into),
-                up=Param((m, d), "mlp embed", f"{mlp}.up_proj.weight", into),
-                down=Param((d, m), "embed mlp", f"{mlp}.down_proj.weight", m**-0.5),
-            ),
+            mlp=feed_forward(i, mlp),
         )
 
     head = None if cfg.tied else Param((cfg.vocab, d), "vocab embed", "lm_head.weight", into)
@@ -228,11 +246,15 @@ def _cut(params: Block, cfg: Config, region: Region) -> Block:
         own.q_norm, own.k_norm, *((own.k, own.v) if shared else ())
     )
     k, v = both or (own.k, own.v)
+    mlp = params.mlp
+    if isinstance(mlp, moe.Moe):
+        (router,) = region.inside(mlp.router)
+        mlp = moe.Moe(router=router, gate_up=mlp.gate_up, down=mlp.down)
     return Block(
         attention_norm=before,
         attention=Attention(q=own.q, k=k, v=v, o=own.o, q_norm=q_norm, k_norm=k_norm),
         mlp_norm=after,
-        mlp=params.mlp,
+        mlp=mlp,
     )
 
 
@@ -247,11 +269,11 @@ def block(
     cfg: Config,
     compute: Compute,
     attend: Callable[..., Tensor] | None = None,
-) -> Float[Tensor, "own embed"]:
+) -> Float[Tensor, "own embed"] | tuple[Float[Tensor, "own embed"], moe.Routing]:
     """Attend, then the feed-forward layer, then add the deep features, if this layer takes any.
 
-    `attend(q, k, v)` stands in for attention over the batch's segments: decoding with a cache, or
-    with tokens cut over ranks.
+    A block of experts gives its routing too. `attend(q, k, v)` stands in for attention over the
+    batch's segments: decoding with a cache, or with tokens cut over ranks.
     """
     ops, region, tokens = compute.ops, compute.text, len(cos)
     params = _cut(compute.ready(params), cfg, region)
@@ -266,21 +288,31 @@ def block(
     x = x + region.leave(op.linear(y, params.attention.o, contract=3))
 
     y = region.fan(region.join(ops.rms_norm(x, params.mlp_norm, cfg.eps), tokens))
-    x = x + region.leave(feed_forward(params.mlp, y, ops))
+    routing = None
+    if isinstance(params.mlp, moe.Moe):
+        assert cfg.experts is not None
+        real = None if batch is None else batch.real
+        y, routing = moe.feed_forward(params.mlp, y, real, cfg.experts, compute)
+    else:
+        y = feed_forward(params.mlp, y, ops)
+    x = x + region.leave(y)
     if deep is not None:
         assert batch is not None
         nothing = torch.zeros((), dtype=x.dtype, device=x.device)
         x = x + select(deep, region.own(batch.feature), nothing)
-    return x
+    return x if routing is None else (x, routing)
 
 
 def hidden(
     params: Qwen3VL, batch: Batch, cfg: Config, compute: Compute = plain
-) -> Float[Tensor, "own embed"]:
-    """Run the tower and all blocks: the state of the tokens that are here, before the last norm."""
+) -> tuple[Float[Tensor, "own embed"], moe.Routing | None]:
+    """Run the tower and all blocks: the state of the tokens that are here, before the last norm.
+
+    Gives the routing of all blocks of experts too, if there are any.
+    """
     x, deep = start(params, batch, cfg, compute)
     cos, sin = map(compute.ops.once, angles(batch.positions, cfg))
-    x, _ = compute.stack(
+    x, _, routing = compute.stack(
         partial(block, cfg=cfg, compute=compute),
         params.text.layers,
         x,
@@ -289,7 +321,7 @@ def hidden(
         batch,
         each=(*deep, *(None,) * (cfg.layers - len(deep))),
     )
-    return x
+    return x, moe.stacked(routing) if routing else None
 
 
 def start(
@@ -326,15 +358,33 @@ def forward(
     params: Qwen3VL, batch: Batch, cfg: Config, compute: Compute = plain
 ) -> Float[Tensor, "tokens vocab"]:
     """Predict the next token at each place: logits."""
-    x = compute.text.join(hidden(params, batch, cfg, compute), len(batch.tokens))
+    x, _ = hidden(params, batch, cfg, compute)
+    x = compute.text.join(x, len(batch.tokens))
     return logits(params.text, x, cfg, compute)
 
 
 def loss(params: Qwen3VL, batch: Batch, cfg: Config, compute: Compute = plain) -> Float[Tensor, ""]:
     """Sum the weighted cross entropy of the targets, divided by the batch's count."""
-    x = compute.text.join(hidden(params, batch, cfg, compute), len(batch.tokens))[batch.at]
+    return losses_of(params, batch, cfg, compute)[0]
+
+
+def losses_of(
+    params: Qwen3VL,
+    batch: Batch,
+    cfg: Config,
+    compute: Compute = plain,
+    *,
+    balance: float = 0.0,
+    load: Float[Tensor, "layers choice"] | None = None,
+) -> tuple[Float[Tensor, ""], moe.Routing | None]:
+    """Give the loss, with `balance` times the balance loss of the experts, and their routing.
+
+    `load` is that of the whole step, where it has other batches.
+    """
+    x, routing = hidden(params, batch, cfg, compute)
+    x = compute.text.join(x, len(batch.tokens))[batch.at]
     x, weight = head(params.text, x, cfg, compute)
-    return losses.next_token(
+    value = losses.next_token(
         x,
         weight,
         batch.targets,
@@ -343,15 +393,8 @@ def loss(params: Qwen3VL, batch: Batch, cfg: Config, compute: Compute = plain) -
         pieces=compute.text.pieces(cfg.vocab),
         cross_entropy=compute.ops.cross_entropy,
     )
-
-
-_SMALL_TOWER = vision.Config()
-_LARGE_TOWER = vision.Config(layers=27, embed=1152, mlp=4304, out=4096, deepstack=(8, 16, 24))
-
-PRESETS: Mapping[str, Config] = {
-    "2B": Config(151936, 2048, 28, 16, 8, 6144, _SMALL_TOWER, tied=True),
-    "4B": Config(151936, 2560, 36, 32, 8, 9728, attrs.evolve(_SMALL_TOWER, out=2560), tied=True),
-    "8B": Config(151936, 4096, 36, 32, 8, 12288, _LARGE_TOWER),
-    "32B": Config(151936, 5120, 64, 64, 8, 25600, attrs.evolve(_LARGE_TOWER, out=5120)),
-}
-"""Published sizes. Source: the config files of Qwen3-VL-2B, -4B, -8B and -32B-Instruct."""
+    if routing is not None and balance:
+        assert cfg.experts is not None
+        load = compute.total(routing.load) if load is None else load
+        value = value + balance * moe.balance(routing, load, cfg.experts)
+    return value, routing

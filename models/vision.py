@@ -244,7 +244,7 @@ def encode(
     # The table is blended in float32, so it is not cast.
     x = embed(compute.ready(params.patch), compute.whole(params.places), media)
     cos, sin = map(compute.ops.once, angles(media.positions, cfg.embed // cfg.heads))
-    x, kept = compute.stack(
+    x, kept, _ = compute.stack(
         partial(block, compute=compute),
         params.layers,
         x,

@@ -8,6 +8,7 @@
 | `reduce_scatter` | `all_gather` |
 | `all_to_all` | `all_to_all`, the other way |
 | `ppermute` | `ppermute`, the other way |
+| `send_rows` | `send_rows`, the other way |
 
 A value is *whole* on an axis where all its ranks hold the same, *varying* where they hold different
 parts of a sum or a tensor. The gradient of a whole value is whole. So what is whole passes `vary`
@@ -17,7 +18,7 @@ what torch's own functional collectives do: their all-reduce sums again in the b
 They can be differentiated once; forward mode through an axis larger than one is an error.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -124,6 +125,40 @@ def _shift(x: Tensor, axis: Axis, by: int) -> Tensor:
     sent[to] = got[source] = 1
     result = wait(_collectives.all_to_all_single(x[None].contiguous(), got, sent, axis.group))
     return result[0]
+
+
+def _send(x: Tensor, axis: Axis, sent: Sequence[int], got: Sequence[int]) -> Tensor:
+    """Begin to send rows to each rank; `wait` ends it."""
+    axis.note("all_to_all of rows", axis, x[:0])
+    started: Tensor = _collectives.all_to_all_single(
+        x.contiguous(), list(got), list(sent), axis.group
+    )
+    return started
+
+
+class _Land(torch.autograd.Function):
+    """The identity; its gradient is on its way, and is waited for."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return wait(grads[0])
+
+
+class _Receive(torch.autograd.Function):
+    """Waits for rows that were sent; backward it begins to send their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, started: Tensor, axis: Axis, sent: Any, got: Any) -> Tensor:
+        ctx.axis, ctx.sent, ctx.got = axis, sent, got
+        return wait(started)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _send(grads[0], ctx.axis, ctx.got, ctx.sent), None, None, None, None
 
 
 class _Sum(torch.autograd.Function):
@@ -274,3 +309,28 @@ def ppermute(x: Tensor, axis: Axis, by: int = 1) -> Tensor:
         return x
     apply: Callable[..., Tensor] = _Shift.apply
     return apply(x, axis, by)
+
+
+def send_rows(
+    x: Tensor, axis: Axis, sent: Sequence[int], got: Sequence[int]
+) -> Callable[[], Tensor]:
+    """Begin to send rows, `sent[r]` to rank r in order; what is given waits for those that come.
+
+    What is done between the two goes on meanwhile, and backward the other way round. `got[r]` rows
+    come from rank r.
+    """
+    if axis.size == 1:
+        return lambda: x
+    land: Callable[..., Tensor] = _Land.apply
+    receive: Callable[..., Tensor] = _Receive.apply
+    x = land(x)
+    with torch.no_grad():
+        started = _send(x, axis, sent, got)
+    return lambda: receive(x, started, axis, sent, got)
+
+
+def all_to_all_plain(x: Tensor, axis: Axis) -> Tensor:
+    """Send entry r of dim 0 to rank r, and give what the ranks send; has no gradient."""
+    if axis.size == 1:
+        return x
+    return _exchange(x, axis, 0, 0)

@@ -62,6 +62,7 @@ def padded(batch: Batch, to: int) -> Batch:
         tokens=fill(batch.tokens),
         segments=Segments(fill(batch.segments.number), ends),
         positions=fill(batch.positions),
+        real=fill(batch.real),
         feature=fill(batch.feature, -1),
     )
 
@@ -96,6 +97,7 @@ def split(
         segments=batch.segments,
         positions=batch.positions[:, own],
         media=media,
+        real=batch.real[own],
         feature=torch.where(feature >= 0, moved[feature.clamp(min=0)], -1),
         at=torch.nn.functional.pad(place[batch.at[chosen]], (0, room - len(chosen))),
         targets=fill(batch.targets),

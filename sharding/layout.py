@@ -61,7 +61,7 @@ class Layout:
     def _counts(self, own: Spec) -> bool:
         """Whether this rank holds a leaf's part first, of those that hold the same."""
         return all(
-            own.dim(name) is not None or axis.index == 0 for name, axis in self.mesh.axes.items()
+            own.dim(name) is not None or self.mesh.axes[name].index == 0 for name in own.view
         )
 
     def sum_copies(self, local: Any, *, bytes_at_once: int = 2**26) -> Any:
@@ -102,15 +102,25 @@ def make(abstract: Any, mesh: Mesh, rules: Rules) -> Layout:
             axis; names them.
     """
     check(rules)
-    specs = tree.map_with_path(lambda path, param: spec(param, rules, path), abstract)
+    experts = mesh.sizes.ep > 1
+    specs = tree.map_with_path(
+        lambda path, param: spec(param, rules, path, experts=experts), abstract
+    )
     return Layout(mesh, specs)
 
 
-def placements(own: Spec, mesh: DeviceMesh) -> tuple[Placement, ...]:
-    """Give torch's placements of a weight on the mesh of stored tensors."""
-    return tuple(
-        Replicate() if (dim := own.dim(name)) is None else Shard(dim)
-        for name in mesh.mesh_dim_names or ()
+def placements(own: Spec, mesh: Mesh) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    """Give the mesh that a weight is stored on, and torch's placements of it there."""
+    stored = mesh.stored
+    if "ep" in own.view and mesh.experts is not None:
+        stored = mesh.experts
+    assert stored is not None
+    names = list(stored.mesh_dim_names or ())
+    if "ep" in own.view and mesh.experts is None:
+        # All ranks of fsdp are ep: theirs is the same mesh under another name.
+        names[names.index("fsdp")] = "ep"
+    return stored, tuple(
+        Replicate() if (dim := own.dim(name)) is None else Shard(dim) for name in names
     )
 
 
@@ -125,8 +135,7 @@ def wrap(local: Tensor, own: Spec, mesh: Mesh) -> Tensor:
     stride = torch.empty(own.shape, device="meta").stride()
     return DTensor.from_local(
         local.contiguous(),
-        mesh.stored,
-        placements(own, mesh.stored),
+        *placements(own, mesh),
         run_check=False,
         shape=torch.Size(own.shape),
         stride=stride,

@@ -5,6 +5,9 @@ a row over cp, heads, channels and vocabulary over tp. Weights are stored in par
 flattened fsdp · cp, called `fsdp` in tables of rules, and in copies over dp.
 
 cp is itself ring · ulysses: heads are exchanged within `ulysses` ranks, keys go round `ring`.
+
+ep adds no ranks: experts are cut over ep of the fsdp · cp ranks, and their weights further over
+the others, called `efsdp`.
 """
 
 import re
@@ -39,6 +42,8 @@ class Sizes:
     """Heads, channels and vocabulary are cut over these."""
     ulysses: int = 1
     """How many of cp exchange heads; the others pass keys round a ring."""
+    ep: int = 1
+    """Experts are cut over these, of the ranks of fsdp · cp."""
 
     def __attrs_post_init__(self) -> None:
         for field in attrs.fields(Sizes):
@@ -46,6 +51,11 @@ class Sizes:
                 raise ValueError(f"mesh axis {field.name}={getattr(self, field.name)} is below 1")
         if self.cp % self.ulysses:
             raise ValueError(f"cp={self.cp} is not a multiple of ulysses={self.ulysses}")
+        if self.fsdp * self.cp % self.ep:
+            raise ValueError(
+                f"fsdp={self.fsdp} · cp={self.cp} is not a multiple of ep={self.ep}, whose ranks "
+                f"are some of theirs"
+            )
 
     @property
     def world(self) -> int:
@@ -62,6 +72,8 @@ class Sizes:
         words = [f"{name}={getattr(self, name)}" for name in NAMES if getattr(self, name) > 1]
         if self.cp > 1:
             words.append(f"ulysses={self.ulysses}")
+        if self.ep > 1:
+            words.append(f"ep={self.ep}")
         return " ".join(words) or "fsdp=1"
 
 
@@ -80,14 +92,21 @@ def parse(text: str, world: int) -> Sizes:
         if not word:
             continue
         name, equals, size = word.partition("=")
-        if name not in (*NAMES, "ulysses") or not equals:
-            raise ValueError(f"mesh {text!r}: {word!r} is none of {', '.join(NAMES)} with =SIZE")
+        if name not in (*NAMES, "ulysses", "ep") or not equals:
+            names = ", ".join((*NAMES, "ulysses", "ep"))
+            raise ValueError(f"mesh {text!r}: {word!r} is none of {names} with =SIZE")
         if name in found:
             raise ValueError(f"mesh {text!r} names {name} twice")
         if size and not size.isdecimal():
             raise ValueError(f"mesh {text!r}: the size of {name} is {size!r}, not a whole number")
         found[name] = int(size) if size else None
-    ulysses = found.pop("ulysses", None)
+    inner: dict[str, int] = {}
+    for name in ("ulysses", "ep"):
+        if name in found:
+            size = found.pop(name)
+            if size is None:
+                raise ValueError(f"mesh {text!r} gives {name} no size; it adds no ranks to fill")
+            inner[name] = size
     if not found:
         found["fsdp"] = None
     open_axes = [name for name, size in found.items() if size is None]
@@ -105,7 +124,7 @@ def parse(text: str, world: int) -> Sizes:
         known[open_axes[0]] = world // product
     elif product != world:
         raise ValueError(f"mesh {text!r} has {product} ranks; there are {world}")
-    return Sizes(**known, ulysses=ulysses or known.get("cp", 1))
+    return Sizes(**(known | {"ulysses": known.get("cp", 1)} | inner))
 
 
 @attrs.frozen(eq=False)
@@ -121,11 +140,17 @@ class Mesh:
     ulysses: Axis
     cp: Axis
     """ring and ulysses flattened: the tokens of a row are cut over it."""
+    ep: Axis
+    """Experts are cut over it."""
+    efsdp: Axis
+    """The other ranks of `shard`: weights of experts are cut over it."""
     all: Axis
     """All ranks."""
     stored: DeviceMesh | None
     """The mesh of stored tensors: dp, fsdp and tp, as far as they have more than one rank; `None`
     for a single process."""
+    experts: DeviceMesh | None
+    """That of experts, whose fsdp is efsdp and ep; `None` where ep is 1."""
     device: torch.device
     """Where stored tensors are."""
 
@@ -137,13 +162,14 @@ class Mesh:
     @property
     def axes(self) -> Mapping[str, Axis]:
         """The axes that weights are stored on, by their names in rules."""
-        return {"fsdp": self.shard, "tp": self.tp}
+        return {"fsdp": self.shard, "tp": self.tp, "efsdp": self.efsdp, "ep": self.ep}
 
 
 def single(device: str = "cpu") -> Mesh:
     """Make the mesh of a single process."""
-    alone = {name: Axis(name) for name in ("dp", "shard", "tp", "ring", "ulysses", "cp", "all")}
-    return Mesh(Sizes(), **alone, stored=None, device=torch.device(device))
+    names = ("dp", "shard", "tp", "ring", "ulysses", "cp", "ep", "efsdp", "all")
+    alone = {name: Axis(name) for name in names}
+    return Mesh(Sizes(), **alone, stored=None, experts=None, device=torch.device(device))
 
 
 def make(
@@ -195,6 +221,11 @@ def make(
     )
     everyone = dist.group.WORLD
     assert everyone is not None
+    others = shard // sizes.ep
+    experts = None
+    if sizes.ep > 1 and others > 1:
+        place = list(cut).index("fsdp")
+        experts = stored._unflatten(place, (others, sizes.ep), ("efsdp", "ep"))
     return Mesh(
         sizes,
         dp=on("dp"),
@@ -207,7 +238,14 @@ def make(
         if ring == 1
         else along("ulysses", sizes.ulysses, others=(0, 1, 2, 4)),
         cp=context,
+        ep=Axis("ep")
+        if sizes.ep == 1
+        else attrs.evolve(flat, name="ep")
+        if experts is None
+        else axis("ep", experts.get_group("ep")),
+        efsdp=Axis("efsdp") if experts is None else axis("efsdp", experts.get_group("efsdp")),
         all=axis("all", everyone),
         stored=stored,
+        experts=experts,
         device=torch.device(device),
     )

@@ -5,11 +5,15 @@ from functools import partial
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor
 
 from mmfn import tree
 from mmfn.compute import Compute, Stack
+from mmfn.experts import Experts
 from mmfn.sharding import axes, layout, regions, unshard
+from mmfn.sharding.axes import Axis
+from mmfn.sharding.experts import exchanged
 from mmfn.sharding.layout import Layout
 from mmfn.sharding.mesh import Mesh
 from mmfn.sharding.rules import Rules
@@ -33,6 +37,8 @@ class Parallel:
     rules: Rules
     sequence: bool = False
     """Whether tokens are cut over tp between blocks."""
+    experts: Callable[[Axis], Experts] = exchanged
+    """How tokens come to experts that are cut over an axis."""
 
     def compute(
         self,
@@ -64,6 +70,8 @@ class Parallel:
             gather=unshard.gather(self.mesh),
             text=regions.text(self.mesh, sequence=self.sequence),
             tower=regions.tower(self.mesh, cut="vision_heads" in self.rules),
+            experts=self.experts(self.mesh.ep),
+            total=self.total,
         )
 
     def answering(self, compute: Compute) -> Compute:
@@ -80,16 +88,22 @@ class Parallel:
         """Make the norm of a tree of local gradients; `trained` has the specs of its leaves."""
         return partial(self.layout.norm, trained=trained)
 
-    def total(self, loss: Tensor) -> Tensor:
-        """Sum a loss over all ranks that read something else."""
-        # Ranks of tp have the same loss: all ranks have a sum, and divide it.
-        return axes.reduce(loss, self.mesh.all) / self.mesh.sizes.tp
+    def total(self, values: Any) -> Any:
+        """Sum a loss, or a tree of numbers, over all ranks that read something else."""
+        flat = tree.leaves(values)
+        joined = torch.cat([x.flatten() for x in flat])
+        # Ranks of tp have the same: all ranks have a sum, and divide it.
+        joined = axes.reduce(joined, self.mesh.all) / self.mesh.sizes.tp
+        parts = joined.split([x.numel() for x in flat])
+        return tree.unflatten(
+            values, [part.view_as(x).to(x.dtype) for part, x in zip(parts, flat, strict=True)]
+        )
 
-    def reduce(self, loss: Tensor, grads: Any) -> tuple[Tensor, Any]:
+    def reduce(self, values: Any, grads: Any) -> tuple[Any, Any]:
         """Make of this rank's loss and local gradients those of all ranks; for `make_step`."""
         # Those of uneven parts are pieces of what was padded.
         grads = tree.map(lambda grad: grad.contiguous(), grads)
-        return self.total(loss), self.layout.sum_copies(grads)
+        return self.total(values), self.layout.sum_copies(grads)
 
 
 def make(
@@ -98,19 +112,31 @@ def make(
     rules: Rules,
     *,
     sequence: bool = False,
+    experts: Callable[[Axis], Experts] = exchanged,
 ) -> Parallel:
     """Put a model on a mesh.
 
     Raises:
         ValueError: the rules do not go with the mesh, cannot be computed with, or cut heads that
-            tp does not divide; names them.
+            tp does not divide, or experts that ep does not; names them.
     """
     check(rules, mesh)
+    ep, mixed = mesh.ep.size, False
     for path, param in tree.items(abstract):
         for axis, size in zip(param.axes, param.shape, strict=True):
             if axis in HEADS and rules.get(axis) == "tp" and size % mesh.tp.size:
                 raise ValueError(f"{path}: {axis}={size} is not a multiple of tp={mesh.tp.size}")
-    return Parallel(mesh, layout.make(abstract, mesh, rules), rules, sequence)
+            if axis == "expert":
+                mixed = True
+                if size % ep:
+                    raise ValueError(f"{path}: num_experts={size} is not a multiple of ep={ep}")
+    if ep > 1 and not mixed:
+        raise ValueError(f"the mesh has ep={ep}, but the model has no experts")
+    if ep > 1 and rules.get("expert") != "ep":
+        raise ValueError(
+            f"the mesh has ep={ep}, but the rules give experts to {rules.get('expert')!r}"
+        )
+    return Parallel(mesh, layout.make(abstract, mesh, rules), rules, sequence, experts)
 
 
 def check(rules: Rules, mesh: Mesh) -> None:

@@ -71,6 +71,11 @@ class Cut:
             features = joined.split([x.shape[1] for x in features], 1)
         return axes.vary(self.tensor, *features) if self.sequence else features
 
+    def alike(self, x: Tensor) -> Tensor:
+        """Give x, and to each rank its share of the gradient, which a sum makes whole again."""
+        share = x / self.tensor.size
+        return share + (x - share).detach() if self.tensor.size > 1 else x
+
     def pieces(self, entries: int) -> Pieces | None:
         """Say which entries of the vocabulary are here."""
         if self.tensor.size == 1:

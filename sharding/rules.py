@@ -14,11 +14,20 @@ from mmfn.sharding.mesh import Mesh, Sizes
 
 Rules: TypeAlias = Mapping[str, str | tuple[str, ...]]
 
-STORED = ("fsdp", "tp")
-"""Mesh axes that a rule may name."""
+WEIGHTS = ("fsdp", "tp")
+"""Mesh axes that weights are cut over."""
 
-FSDP: Rules = {"embed": "fsdp", "vision_embed": "fsdp", "merged": "fsdp"}
+EXPERTS = ("efsdp", "ep", "tp")
+"""Those of the weights of experts, where the mesh has ep."""
+
+FSDP: Rules = {
+    "embed": ("fsdp", "efsdp"),
+    "vision_embed": "fsdp",
+    "merged": "fsdp",
+    "expert": "ep",
+}
 """Every matrix is cut over the data ranks; what is small (biases of heads, norms of heads) is not.
+Experts are cut over ep, and over the other data ranks.
 """
 
 FSDP_TP_TEXT: Rules = {**FSDP, "kv_heads": "tp", "mlp": "tp", "vocab": "tp"}
@@ -45,16 +54,16 @@ def check(rules: Rules) -> None:
     for axis, target in rules.items():
         if axis not in AXES:
             raise ValueError(f"no axis is called {axis!r}; there are {', '.join(AXES)}")
-        for name in (target,) if isinstance(target, str) else target:
-            if name not in (*STORED, "efsdp", "ep"):
+        for name in _names(target):
+            if name not in (*WEIGHTS, *EXPERTS):
                 raise ValueError(
                     f"axis {axis!r} goes to mesh axis {name!r}; weights are cut over "
-                    f"{' and '.join(STORED)}"
+                    f"{' and '.join(WEIGHTS)}, experts over {', '.join(EXPERTS)}"
                 )
 
 
 def parse(words: tuple[str, ...]) -> Rules:
-    """Read a table's name and changes to it: `fsdp_tp vocab= mlp=fsdp`.
+    """Read a table's name and changes to it: `fsdp_tp vocab= mlp=fsdp embed=fsdp,efsdp`.
 
     Raises:
         ValueError: no such table, a word without `=`, an unknown axis; names it.
@@ -67,7 +76,8 @@ def parse(words: tuple[str, ...]) -> Rules:
                 raise ValueError(f"rules: {word!r} is not AXIS=MESH_AXIS or one of {[*TABLES]}")
             table |= TABLES[word]
         elif target:
-            table[axis] = target
+            names = tuple(target.split(","))
+            table[axis] = names if len(names) > 1 else target
         else:
             if axis not in AXES:
                 raise ValueError(f"no axis is called {axis!r}; there are {', '.join(AXES)}")
@@ -99,6 +109,13 @@ class Spec:
 
     shape: tuple[int, ...]
     cuts: tuple[tuple[str, int], ...] = ()
+    view: tuple[str, ...] = WEIGHTS
+    """The mesh axes that it could be cut over; each of their ranks has a part, or a copy."""
+
+    @property
+    def gathered(self) -> str:
+        """Name the mesh axis that is gathered before use."""
+        return self.view[0]
 
     def dim(self, axis: str) -> int | None:
         """Give the dim that is cut over a mesh axis; `None` if it is whole there."""
@@ -121,23 +138,27 @@ class Spec:
         return tuple(shape)
 
 
-def spec(param: Param, rules: Rules, path: str = "") -> Spec:
-    """Say how a weight is cut under a table.
+def spec(param: Param, rules: Rules, path: str = "", *, experts: bool = False) -> Spec:
+    """Say how a weight is cut under a table; `experts` is whether the mesh has ep.
 
     Raises:
         ValueError: two of its axes go to one mesh axis; names them.
     """
+    targets = [_names(rules.get(axis, ())) for axis in param.axes]
+    view = EXPERTS if experts and any("ep" in names for names in targets) else WEIGHTS
     cuts: dict[str, int] = {}
-    for dim, axis in enumerate(param.axes):
-        target = rules.get(axis, ())
-        names = (target,) if isinstance(target, str) else target
-        name = next((name for name in names if name in STORED), None)
+    for dim, names in enumerate(targets):
+        name = next((name for name in names if name in view), None)
         if name is None:
             continue
         if name in cuts:
             raise ValueError(
-                f"{path or param.key}: axes {param.axes[cuts[name]]!r} and {axis!r} both go to "
-                f"mesh axis {name!r}"
+                f"{path or param.key}: axes {param.axes[cuts[name]]!r} and {param.axes[dim]!r} "
+                f"both go to mesh axis {name!r}"
             )
         cuts[name] = dim
-    return Spec(param.shape, tuple(cuts.items()))
+    return Spec(param.shape, tuple(cuts.items()), view)
+
+
+def _names(target: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (target,) if isinstance(target, str) else target

@@ -71,6 +71,7 @@ class _Unshard(torch.autograd.Function):
 class _Bucket:
     """What of a tree is gathered together: places of its leaves, and their flat parts."""
 
+    axis: Axis
     places: tuple[int, ...]
     leaves: tuple[Stored, ...]
     flat: Tensor
@@ -78,23 +79,31 @@ class _Bucket:
 
 
 def _pack(leaves: Sequence[Any], mesh: Mesh) -> list[_Bucket]:
-    """Flatten the leaves that are cut over the data ranks: trained ones, and frozen ones apart."""
-    found: dict[bool, list[int]] = {}
+    """Flatten the leaves that are cut over one axis; trained ones, and frozen ones apart."""
+    found: dict[tuple[str, bool], list[int]] = {}
     for place, leaf in enumerate(leaves):
-        if isinstance(leaf, Stored) and leaf.spec.dim("fsdp") is not None and mesh.shard.size > 1:
-            found.setdefault(leaf.value.requires_grad, []).append(place)
+        if isinstance(leaf, Stored):
+            name = leaf.spec.gathered
+            if leaf.spec.dim(name) is not None and mesh.axes[name].size > 1:
+                found.setdefault((name, leaf.value.requires_grad), []).append(place)
     buckets = []
-    for places in found.values():
+    for (name, _), places in found.items():
         chosen = tuple(leaves[place] for place in places)
         flat = torch.cat([_filled(leaf, mesh).reshape(-1) for leaf in chosen])
-        buckets.append(_Bucket(tuple(places), chosen, flat))
+        buckets.append(_Bucket(mesh.axes[name], tuple(places), chosen, flat))
     return buckets
+
+
+def _cut(leaf: Stored) -> int:
+    """Give the dim that is gathered."""
+    dim = leaf.spec.dim(leaf.spec.gathered)
+    assert dim is not None
+    return dim
 
 
 def _filled(leaf: Stored, mesh: Mesh) -> Tensor:
     """Give a rank's part as large as that of the rank where it is fullest."""
-    value, dim = leaf.value, leaf.spec.dim("fsdp")
-    assert dim is not None
+    value, dim = leaf.value, _cut(leaf)
     shape = list(_padded(leaf, mesh))
     shape[dim] -= value.shape[dim]
     return torch.cat((value, value.new_zeros(shape)), dim) if shape[dim] else value
@@ -102,10 +111,9 @@ def _filled(leaf: Stored, mesh: Mesh) -> Tensor:
 
 def _padded(leaf: Stored, mesh: Mesh) -> tuple[int, ...]:
     """Shape of a rank's part where it is fullest."""
-    dim = leaf.spec.dim("fsdp")
-    assert dim is not None
-    shape = list(leaf.spec.local(mesh, whole="fsdp"))
-    shape[dim] = mesh.shard.chunk(shape[dim])
+    name, dim = leaf.spec.gathered, _cut(leaf)
+    shape = list(leaf.spec.local(mesh, whole=name))
+    shape[dim] = mesh.axes[name].chunk(shape[dim])
     return tuple(shape)
 
 
@@ -120,8 +128,7 @@ def _unpack(bucket: _Bucket, whole: Tensor, mesh: Mesh) -> list[Tensor]:
     for leaf, shape, part in zip(
         bucket.leaves, shapes, whole.split([_size(s) for s in shapes], 1), strict=True
     ):
-        dim = leaf.spec.dim("fsdp")
-        assert dim is not None
+        dim = _cut(leaf)
         joined = part.unflatten(1, shape).movedim(0, dim).flatten(dim, dim + 1)
         values.append(joined.narrow(dim, 0, leaf.spec.shape[dim]).contiguous())
     return values
@@ -137,14 +144,20 @@ def _finish(
     values = list(leaves)
     apply: Callable[..., Tensor] = _Unshard.apply
     for bucket in buckets:
-        whole = apply(bucket.flat, bucket.started, dtype or bucket.flat.dtype, mesh.shard, traffic)
+        whole = apply(bucket.flat, bucket.started, dtype or bucket.flat.dtype, bucket.axis, traffic)
         for place, value in zip(bucket.places, _unpack(bucket, whole, mesh), strict=True):
             values[place] = value
     # What is whole on every rank: nothing to gather, its gradients are summed together.
     rest = [place for place, value in enumerate(values) if isinstance(value, Stored)]
-    trained = [place for place in rest if values[place].value.requires_grad]
-    varied = axes.vary(mesh.shard, *(values[place].value for place in trained))
-    whole_values = dict(zip(trained, varied, strict=True))
+    whole_values: dict[int, Tensor] = {}
+    for name in dict.fromkeys(values[place].spec.gathered for place in rest):
+        trained = [
+            place
+            for place in rest
+            if values[place].spec.gathered == name and values[place].value.requires_grad
+        ]
+        varied = axes.vary(mesh.axes[name], *(values[place].value for place in trained))
+        whole_values |= zip(trained, varied, strict=True)
     for place in rest:
         value = whole_values.get(place, values[place].value)
         values[place] = value if dtype is None else value.to(dtype)
@@ -187,7 +200,7 @@ class _Ahead:
                 replace(
                     bucket,
                     started=axes.start_gather(
-                        bucket.flat.to(self.dtype or bucket.flat.dtype), self.mesh.shard
+                        bucket.flat.to(self.dtype or bucket.flat.dtype), bucket.axis
                     ),
                 )
                 for bucket in buckets
@@ -266,16 +279,16 @@ def gathering(
     """
 
     def run(
-        block: Callable[..., Tensor],
+        block: Callable[..., Any],
         layers: Sequence[Any],
         x: Tensor,
         *args: Any,
         each: Sequence[Any],
         keep: Sequence[int] = (),
-    ) -> tuple[Tensor, list[Tensor]]:
+    ) -> tuple[Tensor, list[Tensor], list[Any]]:
         ahead = _Ahead(layers, dtype, mesh, prefetch)
 
-        def one(index: int, *rest: Any) -> Tensor:
+        def one(index: int, *rest: Any) -> Any:
             layer = ahead.take(index)
             if not again or not torch.is_grad_enabled():
                 return block(layer, *rest)

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import attrs
@@ -18,10 +18,11 @@ from mmfn.batch import Batch
 from mmfn.compute import Compute, sequential
 from mmfn.data import pack
 from mmfn.kernels import cpu
-from mmfn.models import qwen3_vl
+from mmfn.models import moe, qwen3_vl
 from mmfn.sharding import context, layout, parallel, simulate
 from mmfn.sharding import mesh as meshes
 from mmfn.sharding import rules as tables
+from mmfn.sharding.experts import bounded, exchanged, gathered
 from mmfn.sharding.parallel import Parallel
 from mmfn.transforms import compile_blocks, compile_step, remat, value_and_grad
 
@@ -53,6 +54,8 @@ class Cell:
     """eager, regather, remat, blocks, blocks regather, blocks remat or step."""
     backend: str = "aot_eager"
     fused: bool = False
+    experts: str = ""
+    """How tokens come to experts; a model without any where this is empty."""
 
     @property
     def name(self) -> str:
@@ -80,14 +83,39 @@ class Result:
         return max(self.loss, self.grads, self.norm)
 
 
+EXPERTS = {
+    "": exchanged,
+    "exchanged": exchanged,
+    "in two parts": partial(exchanged, chunks=2),
+    "gathered": gathered,
+    "bounded": partial(bounded, room=4.0),
+}
+BALANCE = 0.05
+"""Weight of the balance loss, far above a usual one."""
+
+
 def config(cell: Cell) -> qwen3_vl.Config:
     """Choose the config of a cell."""
-    return SHARED_KEYS if "tp=4" in cell.mesh else SMALL
+    cfg = SHARED_KEYS if "tp=4" in cell.mesh else SMALL
+    return attrs.evolve(cfg, experts=moe.Config(8, 2, 24), dense=(1,)) if cell.experts else cfg
+
+
+def loss(
+    params: Any, batch: Batch, cfg: qwen3_vl.Config, compute: Compute, load: Any = None
+) -> Tensor:
+    """Give the loss, with the balance of experts if there are any."""
+    return qwen3_vl.losses_of(params, batch, cfg, compute, balance=BALANCE, load=load)[0]
 
 
 @cache
 def on_mesh(
-    text: str, world: int, cfg: qwen3_vl.Config, table: str = "fsdp", *, sequence: bool = False
+    text: str,
+    world: int,
+    cfg: qwen3_vl.Config,
+    table: str = "fsdp",
+    *,
+    sequence: bool = False,
+    experts: str = "",
 ) -> Parallel:
     """Put a model on a mesh; every rank calls it."""
     sizes = meshes.parse(text, world)
@@ -97,7 +125,15 @@ def on_mesh(
         kv_heads=cfg.kv_heads,
         groups=cfg.heads // cfg.kv_heads,
     )
-    return parallel.make(qwen3_vl.abstract(cfg), meshes.make(sizes), rules, sequence=sequence)
+    return parallel.make(
+        qwen3_vl.abstract(cfg), made(sizes), rules, sequence=sequence, experts=EXPERTS[experts]
+    )
+
+
+@cache
+def made(sizes: meshes.Sizes) -> meshes.Mesh:
+    """Make a mesh once: its groups cost time."""
+    return meshes.make(sizes)
 
 
 def local(on: Parallel, whole: Any) -> Any:
@@ -152,10 +188,14 @@ def wanted(cfg: qwen3_vl.Config, kind: str, ranks: int) -> tuple[Tensor, Any]:
     """Compute loss and gradients on one device."""
 
     def total(params: Any) -> Tensor:
-        losses = [qwen3_vl.loss(params, batch, cfg) for batch in batches(kind, ranks)]
+        losses = [loss(params, batch, cfg, Compute(), load) for batch in batches(kind, ranks)]
         return torch.stack(losses).sum()
 
-    return value_and_grad(total)(tiny.params(cfg, torch.float64))
+    params, load = tiny.params(cfg, torch.float64), None
+    if cfg.experts is not None:
+        found = [qwen3_vl.hidden(params, batch, cfg)[1] for batch in batches(kind, ranks)]
+        load = torch.stack([routing.load for routing in found if routing is not None]).sum(0)
+    return value_and_grad(total)(params)
 
 
 def compare(cell: Cell, kind: str, world: int) -> Result:
@@ -163,15 +203,15 @@ def compare(cell: Cell, kind: str, world: int) -> Result:
     if cell.form not in ("eager", "regather", "remat"):
         torch._dynamo.reset()
     cfg = config(cell)
-    on = on_mesh(cell.mesh, world, cfg, cell.rules, sequence=cell.sequence)
+    on = on_mesh(cell.mesh, world, cfg, cell.rules, sequence=cell.sequence, experts=cell.experts)
     compute = composed(on, cell)
-    total = value_and_grad(on.loss(lambda p, b: qwen3_vl.loss(p, b, cfg, compute)))
+    total = value_and_grad(on.loss(lambda p, b: loss(p, b, cfg, compute)))
     if cell.form == "step":
         total = compile_step(total, backend=cell.backend)
     ranks = on.mesh.sizes.data
     mine = local(on, tiny.params(cfg, torch.float64))
     value, grads = on.reduce(*total(mine, own_batch(on, batches(kind, ranks))))
-    loss, reference = wanted(cfg, kind, ranks)
+    want, reference = wanted(cfg, kind, ranks)
     worst, where = 0.0, ""
     for (path, grad), own, whole in zip(
         tree.items(grads), tree.leaves(on.layout.specs), tree.leaves(reference), strict=True
@@ -185,7 +225,7 @@ def compare(cell: Cell, kind: str, world: int) -> Result:
             worst, where = far, path
     size = optim.global_norm(reference)
     norm = (on.norm(on.layout.specs)(grads) - size).abs() / size
-    return Result(abs(value - loss).item(), worst, where, norm.item())
+    return Result(abs(value - want).item(), worst, where, norm.item())
 
 
 def walk(rank: int, world: int, cells: Sequence[tuple[Cell, str]]) -> list[Result]:

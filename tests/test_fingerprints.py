@@ -10,6 +10,7 @@ from mmfn.batch import Batch
 from mmfn.compute import Compute
 from mmfn.kernels import cpu
 from mmfn.models import qwen3_vl
+from mmfn.models.presets import PRESETS
 from mmfn.train import make_step, start
 from mmfn.transforms import accumulate, value_and_grad
 
@@ -26,15 +27,18 @@ def loss_and_norm(
 
 
 def test_the_trees_have_the_published_numbers_of_values() -> None:
-    """Tiny: 69,424 and 65,328 tied. The presets: as built by transformers on the meta device."""
+    """Tiny: 69,424, 65,328 tied, 83,632 with experts. Presets: as transformers builds them."""
     assert param.count(qwen3_vl.abstract(tiny.CONFIG)) == 69_424
     assert param.count(qwen3_vl.abstract(TIED)) == 65_328
-    totals = {name: param.count(qwen3_vl.abstract(c)) for name, c in qwen3_vl.PRESETS.items()}
+    assert param.count(qwen3_vl.abstract(tiny.MOE)) == 83_632
+    totals = {name: param.count(qwen3_vl.abstract(c)) for name, c in PRESETS.items()}
     assert totals == {
         "2B": 2_127_532_032,
         "4B": 4_437_815_808,
         "8B": 8_767_123_696,
         "32B": 33_357_390_064,
+        "30B-A3B": 31_070_754_032,
+        "235B-A22B": 235_670_022_896,
     }
 
 
@@ -54,12 +58,17 @@ def test_the_trees_have_the_published_numbers_of_values() -> None:
         (TIED, "A", "all", 5.300910, 20.388954),
         (TIED, "B", "all", 5.140432, 16.542498),
         (TIED, "T", "all", 5.644034, 90.226488),
+        (tiny.MOE, "A", "last4", 5.016264, None),
+        (tiny.MOE, "B", "last4", 5.010696, None),
+        (tiny.MOE, "A", "all", 4.976150, 6.913276),
+        (tiny.MOE, "B", "all", 4.935081, 5.279153),
+        (tiny.MOE, "T", "all", 5.032174, 9.934974),
     ],
 )
 def test_losses_and_gradient_norms_of_single_sequences(
     cfg: qwen3_vl.Config, name: str, labels: str, loss: float, norm: float | None, compute: Compute
 ) -> None:
-    """Losses to 1e-5, norms to 1e-4 relative: dense and tied, defined and fused."""
+    """Losses to 1e-5, norms to 1e-4 relative: dense, tied and experts, defined and fused."""
     value, size, _ = loss_and_norm(cfg, tiny.batch(tiny.encoded(name, labels)), compute)
     assert value == pytest.approx(loss, abs=1e-5)
     if norm is not None:
@@ -127,8 +136,13 @@ def test_the_split_into_micro_batches_changes_nothing(split: list[list[int]]) ->
             [5.129683, 4.828548, 4.672166, 4.674099, 4.651883],
             [24.98829, 6.17323, 20.4103, 4.95221, 5.61037],
         ),
+        (
+            tiny.MOE,
+            [4.910857, 4.770734, 4.600769, 4.977008, 4.6744],
+            [4.69549, 2.28684, 5.44571, 68.75855, 10.92627],
+        ),
     ],
-    ids=["dense", "tied"],
+    ids=["dense", "tied", "experts"],
 )
 def test_the_first_steps_of_training(
     cfg: qwen3_vl.Config, losses: list[float], norms: list[float], compute: Compute
@@ -157,7 +171,7 @@ def test_angles_alternate_between_time_row_and_column() -> None:
     assert cos.dtype == torch.float32
     assert cos[0, :8].tolist() == pytest.approx(expected_cos, abs=1e-6)
     assert sin[0, 8:].tolist() == pytest.approx(expected_sin, abs=1e-6)
-    whole = qwen3_vl.PRESETS["2B"]
+    whole = PRESETS["2B"]
     positions = torch.tensor([[1], [2], [4]])
     angle = torch.atan2(*(x[0, :64].double() for x in reversed(qwen3_vl.angles(positions, whole))))
     rate = whole.theta ** -(torch.arange(64).double() / 64)

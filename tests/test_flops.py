@@ -14,6 +14,7 @@ from mmfn.device import resident_bytes
 from mmfn.models import flops as model_flops
 from mmfn.models import qwen3_vl
 from mmfn.models.flops import Lengths
+from mmfn.models.presets import PRESETS
 
 
 def counted(cfg: qwen3_vl.Config, batch: Batch) -> tuple[int, int]:
@@ -91,7 +92,7 @@ def test_a_batch_without_pictures_needs_no_tower() -> None:
 
 def test_a_token_costs_about_six_operations_a_parameter() -> None:
     """Of the decoder at its published size, tied head included, where attention is short."""
-    cfg = qwen3_vl.PRESETS["2B"]
+    cfg = PRESETS["2B"]
     decoder = 1_720_574_976  # Qwen3-1.7B, embedding counted once
     total = model_flops.count(cfg, Lengths((1,) * 1000, (), 1000)).total
     assert total == pytest.approx(6 * 1000 * decoder, rel=2e-3)

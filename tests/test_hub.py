@@ -7,31 +7,32 @@ from typing import Any
 import pytest
 import tiny
 
-from mmfn.models import hub, qwen3_vl
+from mmfn.models import hub
+from mmfn.models.presets import PRESETS
 
 
-@pytest.mark.parametrize("name", [*qwen3_vl.PRESETS, "tiny"])
+@pytest.mark.parametrize("name", [*PRESETS, "tiny"])
 def test_a_config_survives_the_way_there_and_back(name: str, tmp_path: Path) -> None:
     """Written as transformers reads it, and read again."""
-    cfg = tiny.CONFIG if name == "tiny" else qwen3_vl.PRESETS[name]
+    cfg = tiny.CONFIG if name == "tiny" else PRESETS[name]
     (tmp_path / "config.json").write_text(json.dumps(hub.to_hub(cfg)))
     assert hub.read_config(tmp_path) == cfg
 
 
 def test_the_spelling_of_the_published_files_is_read() -> None:
     """They say `rope_scaling` and `rope_theta` apart, as transformers 4.57 wrote them."""
-    values = hub.to_hub(qwen3_vl.PRESETS["8B"])
+    values = hub.to_hub(PRESETS["8B"])
     text = values["text_config"]
     rope = text.pop("rope_parameters")
     text["rope_theta"] = rope.pop("rope_theta")
     text["rope_scaling"] = rope
-    assert hub.from_hub(values) == qwen3_vl.PRESETS["8B"]
+    assert hub.from_hub(values) == PRESETS["8B"]
 
 
 @pytest.mark.parametrize(
     ("place", "key", "value", "message"),
     [
-        ((), "model_type", "llava", "model_type='llava', but this model has model_type='qwen3_vl'"),
+        ((), "model_type", "llava", "model_type='llava' is none of qwen3_vl, qwen3_vl_moe"),
         ((), "text_config", {}, "text_config is missing or empty"),
         (("text_config",), "attention_bias", True, "attention_bias=True"),
         (("text_config",), "hidden_act", "gelu", "hidden_act='gelu'"),
@@ -45,7 +46,7 @@ def test_what_this_model_does_not_have_is_refused_by_name(
     place: tuple[str, ...], key: str, value: Any, message: str
 ) -> None:
     """With the value found and the one needed."""
-    values = hub.to_hub(qwen3_vl.PRESETS["2B"])
+    values = hub.to_hub(PRESETS["2B"])
     inner = values
     for name in place:
         inner = inner[name]
@@ -85,7 +86,7 @@ def test_a_size_that_is_not_believed_is_refused_by_name(
     section: str, key: str, value: object
 ) -> None:
     """Before a tree of that many layers is built."""
-    values = hub.to_hub(qwen3_vl.PRESETS["2B"])
+    values = hub.to_hub(PRESETS["2B"])
     values[section][key] = value
     with pytest.raises(ValueError, match=rf"c.json: .*{key}"):
         hub.from_hub(values, "c.json")
@@ -94,6 +95,6 @@ def test_a_size_that_is_not_believed_is_refused_by_name(
 @pytest.mark.parametrize("value", ["x", [1], 3])
 def test_a_section_that_is_no_object_is_refused(value: object) -> None:
     """With the file in the message, whatever transformers raises."""
-    values = {**hub.to_hub(qwen3_vl.PRESETS["2B"]), "text_config": value}
+    values = {**hub.to_hub(PRESETS["2B"]), "text_config": value}
     with pytest.raises(ValueError, match=r"c\.json: "):
         hub.from_hub(values, "c.json")

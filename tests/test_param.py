@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mmfn import param, rng, tree
 from mmfn.models import qwen3_vl
+from mmfn.models.presets import PRESETS
 from mmfn.param import Param
 from mmfn.tree import pytree
 
@@ -68,7 +69,7 @@ def test_a_layout_says_how_a_leaf_was_published() -> None:
     """Parentheses join axes; an axis without a name in the vocabulary is refused."""
     leaf = Param((2, 3, 4, 5), "(kv_heads groups head_dim) embed", "w")
     assert leaf.axes == ("kv_heads", "groups", "head_dim", "embed")
-    assert leaf.fused == ((0, 1, 2), (3,))
+    assert leaf.pieces()[0].fused == ((0, 1, 2), (3,))
     assert leaf.published == (24, 5)
     with pytest.raises(ValueError, match="no axis is called 'embd'; there are vocab, embed"):
         Param((2,), "embd", "w")
@@ -125,6 +126,6 @@ def test_random_numbers_are_uniform_and_normal() -> None:
 
 def test_a_table_has_a_row_for_layers_alike() -> None:
     """And the total, with its thousands apart."""
-    text = param.table(qwen3_vl.abstract(qwen3_vl.PRESETS["2B"]))
+    text = param.table(qwen3_vl.abstract(PRESETS["2B"]))
     assert text.splitlines()[-1].split() == ["total", "2,127,532,032"]
     assert sum("text.layers.*.attention.q " in line for line in text.splitlines()) == 1

@@ -51,7 +51,7 @@ def test_a_mesh_is_read_from_text_and_written_back(text: str, world: int, sizes:
         ("fsdp=3", r"mesh 'fsdp=3' has 3 ranks; there are 8"),
         ("fsdp=3 tp=", r"3 does not divide the 8 ranks"),
         ("fsdp= tp=", r"leaves fsdp and tp open; one can be"),
-        ("fdsp=8", r"'fdsp=8' is none of dp, fsdp, cp, tp with =SIZE"),
+        ("fdsp=8", r"'fdsp=8' is none of dp, fsdp, cp, tp, ulysses, ep with =SIZE"),
         ("fsdp", r"'fsdp' is none of"),
         ("fsdp=8 fsdp=1", r"names fsdp twice"),
         ("fsdp=eight", r"the size of fsdp is 'eight', not a whole number"),

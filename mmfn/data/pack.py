@@ -97,6 +97,7 @@ def collate(
         segments=_segments([len(s.tokens) for s in flat], length, least_segments),
         positions=_fill(length, 0, [np.zeros((3, 0), dtype=np.int64), *place]),
         media=media,
+        real=torch.arange(length) < sum(len(s.tokens) for s in flat),
         feature=_fill(length, -1, [none, *features]),
         at=at,
         targets=wanted,

@@ -10,6 +10,7 @@ from torch import Tensor
 from mmfn import ops as op
 from mmfn.batch import Segments
 from mmfn.kernels.loss import cross_entropy
+from mmfn.kernels.routing import permute, unpermute
 
 _ROWS = 128
 """Query tokens a block. Measured forward and backward, 2 segments of 512, 8 heads of 64, bfloat16:
@@ -170,6 +171,64 @@ def attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, *, causal: bo
     return result
 
 
+def _groups(counts: Tensor) -> list[tuple[int, int, int]]:
+    """Number, first and last row of each group that has rows; reads the host only."""
+    groups, start = [], 0
+    for number, count in enumerate(counts.tolist()):
+        if count:
+            groups.append((number, start, start + count))
+        start += count
+    return groups
+
+
+@torch.library.custom_op("mmfn::cpu_grouped_linear", mutates_args=())
+def _grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    out, used = x.new_empty(len(x), weight.shape[2]), 0
+    for number, start, used in _groups(counts):
+        torch.mm(x[start:used], weight[number], out=out[start:used])
+    out[used:] = 0
+    return out
+
+
+@_grouped_linear.register_fake
+def _(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    return x.new_empty(len(x), weight.shape[2])
+
+
+@torch.library.custom_op("mmfn::cpu_grouped_linear_backward", mutates_args=())
+def _grouped_linear_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, counts: Tensor
+) -> tuple[Tensor, Tensor]:
+    dx, dweight, used = torch.empty_like(x), torch.zeros_like(weight), 0
+    for number, start, used in _groups(counts):
+        torch.mm(grad[start:used], weight[number].T, out=dx[start:used])
+        torch.mm(x[start:used].T, grad[start:used], out=dweight[number])
+    dx[used:] = 0
+    return dx, dweight
+
+
+@_grouped_linear_backward.register_fake
+def _(grad: Tensor, x: Tensor, weight: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _grouped_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _grouped_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return *_grouped_linear_backward(grad.contiguous(), *ctx.saved_tensors), None
+
+
+_grouped_linear.register_autograd(_grouped_backward, setup_context=_grouped_setup)
+
+
+def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """Multiply the rows of each expert with its matrix, one product after the other."""
+    result: Tensor = _grouped_linear(x.contiguous(), weight.contiguous(), counts)
+    return result
+
+
 @torch.library.custom_op("mmfn::adamw_", mutates_args=("params", "grads", "means", "squares"))
 def adamw_(
     params: Sequence[Tensor],
@@ -255,5 +314,13 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return result
 
 
-OPS = op.Ops(attention=attention, cross_entropy=cross_entropy, cast=cast, once=once)
+OPS = op.Ops(
+    attention=attention,
+    permute=permute,
+    unpermute=unpermute,
+    grouped_linear=grouped_linear,
+    cross_entropy=cross_entropy,
+    cast=cast,
+    once=once,
+)
 """The table of operations for the CPU. What it leaves as defined, a compiler fuses well."""

@@ -8,6 +8,7 @@ from mmfn import ops as op
 from mmfn.batch import Segments
 from mmfn.kernels.cpu import adamw_ as adamw_
 from mmfn.kernels.loss import cross_entropy
+from mmfn.kernels.routing import permute, unpermute
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, *, causal: bool) -> Tensor:
@@ -33,5 +34,22 @@ def rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), scale, eps)
 
 
-OPS = op.Ops(attention=attention, rms_norm=rms_norm, cross_entropy=cross_entropy)
+def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """Multiply the rows of each expert with its matrix in one call; in bfloat16."""
+    if x.dtype != torch.bfloat16:
+        return op.grouped_linear(x, weight, counts)
+    # Rows that belong to no expert are left unwritten by the kernel.
+    none = torch.arange(len(x), device=x.device) >= counts.sum()
+    y = F.grouped_mm(x, weight, offs=counts.cumsum(0).int())
+    return y.masked_fill(none[:, None], 0.0)
+
+
+OPS = op.Ops(
+    attention=attention,
+    rms_norm=rms_norm,
+    permute=permute,
+    unpermute=unpermute,
+    grouped_linear=grouped_linear,
+    cross_entropy=cross_entropy,
+)
 """The table of operations for CUDA."""

@@ -28,6 +28,7 @@ from mmfn.batch import Batch, Media, Segments
 from mmfn.compute import Compute
 from mmfn.kernels import cpu
 from mmfn.models import qwen3_vl, vision
+from mmfn.models.presets import PRESETS
 from mmfn.sharding import axes, layout, parallel, simulate
 from mmfn.sharding import mesh as meshes
 from mmfn.sharding.parallel import Parallel
@@ -80,7 +81,8 @@ def read(rank: int) -> tuple[Tensor, Tensor, Tensor, Batch]:
     none = torch.zeros(0)
     media = Media(none, segments, none, none, none)
     place = torch.arange(TOKENS)
-    batch = Batch(place, segments, place.expand(3, -1), media, place, place, place, none, none)
+    every = place.expand(3, -1)
+    batch = Batch(place, segments, every, media, place >= 0, place, place, place, none, none)
     cos, sin = qwen3_vl.angles(batch.positions, CONFIG)
     return torch.randn(TOKENS, 512, generator=torch.Generator().manual_seed(rank)), cos, sin, batch
 
@@ -210,7 +212,7 @@ def slow(rank: int, world: int, seconds: float) -> dict[str, float]:
 
 def held(rank: int, world: int) -> float:
     """Give the MiB of weights, gradients and moments of a rank."""
-    abstract = qwen3_vl.abstract(qwen3_vl.PRESETS["2B"])
+    abstract = qwen3_vl.abstract(PRESETS["2B"])
     on = parallel.make(abstract, meshes.make(meshes.Sizes(fsdp=world)), FSDP)
     parts = (torch.Size(own.local(on.mesh)).numel() for own in tree.leaves(on.layout.specs))
     return 16 * sum(parts) / 2**20
