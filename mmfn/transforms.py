@@ -69,10 +69,13 @@ def keep_choices() -> tuple[AbstractContextManager[Any], AbstractContextManager[
     return contexts
 
 
-def remat(stack: Stack, policy: Policy | None = None) -> Stack:
+def remat(stack: Stack, policy: Policy | None = None, *, first: int | None = None) -> Stack:
     """Keep only the input of each block (and what `policy` keeps), and run it again backward.
 
-    Blocks of experts need `keep_choices`. Source: Chen et al. 2016, arXiv:1604.06174.
+    `first` says how many layers, from the first one, do so: they are the last ones backward, when
+    what others kept is gone. Blocks of experts need the policy `keep_choices`.
+
+    Source: Chen et al. 2016, arXiv:1604.06174.
     """
     options: dict[str, Any] = {} if policy is None else {"context_fn": policy}
 
@@ -84,16 +87,22 @@ def remat(stack: Stack, policy: Policy | None = None) -> Stack:
         each: Sequence[Any],
         keep: Sequence[int] = (),
     ) -> tuple[Tensor, list[Tensor], list[Any]]:
-        return stack(
-            lambda *inputs: checkpoint(
-                block, *inputs, use_reentrant=False, preserve_rng_state=False, **options
-            ),
-            layers,
-            x,
-            *args,
-            each=each,
-            keep=keep,
-        )
+        def one(*inputs: Any) -> Any:
+            again, own = inputs[-1]
+            if not again:
+                return block(*inputs[:-1], own)
+            return checkpoint(
+                block,
+                *inputs[:-1],
+                own,
+                use_reentrant=False,
+                preserve_rng_state=False,
+                **options,
+            )
+
+        most = len(layers) if first is None else first
+        marked = [(index < most, own) for index, own in enumerate(each)]
+        return stack(one, layers, x, *args, each=marked, keep=keep)
 
     return run
 

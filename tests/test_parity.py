@@ -7,19 +7,20 @@ import tiny
 import torch
 from torch import Tensor
 from transformers.models.qwen3_vl import modeling_qwen3_vl as published
+from transformers.models.qwen3_vl_moe import modeling_qwen3_vl_moe as published_experts
 
 from mmfn import tree
 from mmfn.compute import Compute
 from mmfn.data import pack
 from mmfn.data.encoded import Encoded, Geometry, Run
 from mmfn.kernels import cpu
-from mmfn.models import qwen3_vl, vision
+from mmfn.models import moe, qwen3_vl, vision
 from mmfn.transforms import value_and_grad
 
 
 @pytest.fixture(autouse=True)
 def true_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep transformers from casting to float32 in norms and in the tower's rotary positions."""
+    """Keep transformers from casting to float32 in norms, the tower's positions and routers."""
 
     def norm(self, x: Tensor) -> Tensor:
         return (
@@ -31,8 +32,16 @@ def true_float64(monkeypatch: pytest.MonkeyPatch) -> None:
         q, k = (x * cos + published.rotate_half(x) * sin for x in (q, k))
         return q, k
 
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = torch.nn.functional.linear(x.reshape(-1, self.hidden_dim), self.weight)
+        weight, expert = logits.softmax(-1).topk(self.top_k, dim=-1)
+        return logits, weight / weight.sum(-1, keepdim=True), expert
+
     monkeypatch.setattr(published.Qwen3VLTextRMSNorm, "forward", norm)
-    monkeypatch.setattr(published, "apply_rotary_pos_emb_vision", turn)
+    monkeypatch.setattr(published_experts.Qwen3VLMoeTextRMSNorm, "forward", norm)
+    monkeypatch.setattr(published_experts.Qwen3VLMoeTextTopKRouter, "forward", route)
+    for module in (published, published_experts):
+        monkeypatch.setattr(module, "apply_rotary_pos_emb_vision", turn)
 
 
 CONFIGS = {
@@ -56,6 +65,12 @@ CONFIGS = {
         ),
     ),
 }  # fmt: skip
+CONFIGS |= {
+    "experts": tiny.MOE,
+    "experts in some blocks": attrs.evolve(
+        CONFIGS["one head"], experts=moe.Config(experts=5, choices=3, mlp=7), dense=(0, 2)
+    ),
+}
 
 SHAPES = {
     "text only": [7],
@@ -155,9 +170,12 @@ def check_gradients(cfg: qwen3_vl.Config, grads: qwen3_vl.Qwen3VL, model) -> Non
     for (path, grad), leaf in zip(
         tree.items(grads), tree.leaves(qwen3_vl.abstract(cfg)), strict=True
     ):
+        (piece,) = leaf.pieces("transformers")
         other = theirs.pop(leaf.key).grad
-        other = torch.zeros(leaf.published, dtype=grad.dtype) if other is None else other
+        other = torch.zeros(piece.published, dtype=grad.dtype) if other is None else other
         torch.testing.assert_close(
-            grad.reshape(leaf.published), other, msg=lambda text, path=path: f"{path}: {text}"
+            piece.view(grad).reshape(piece.published),
+            other,
+            msg=lambda text, path=path: f"{path}: {text}",
         )
     assert not theirs

@@ -10,7 +10,12 @@ import attrs
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import (
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
+)
 
 from mmfn import losses, tree
 from mmfn.batch import Batch
@@ -124,9 +129,13 @@ def reference(
 
     As published, it casts to float32 in norms and in the tower's rotary positions even in float64.
     """
-    config = Qwen3VLConfig.from_dict(hub.to_hub(cfg))
+    mixed = cfg.experts is not None
+    config = (Qwen3VLMoeConfig if mixed else Qwen3VLConfig).from_dict(hub.to_hub(cfg))
     config._attn_implementation = "sdpa"
-    model = Qwen3VLForConditionalGeneration(config)
+    # Its grouped products refuse float64.
+    config._experts_implementation = "eager"
+    kind = Qwen3VLMoeForConditionalGeneration if mixed else Qwen3VLForConditionalGeneration
+    model = kind(config)
     with torch.no_grad():
         for key, value in model.named_parameters():
             value.copy_(fill(key, value.shape))

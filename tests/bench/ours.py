@@ -8,13 +8,14 @@ over `fsdp` and gathered again backward, as FSDP2 does.
 from collections.abc import Callable
 from functools import partial
 
+import attrs
 import torch
 import worker
 from shapes import MERGE, PATCH_DIM, Sample, samples
 
 from mmfn import device, optim, schedules, train, transforms, tree, weights
 from mmfn.batch import Batch
-from mmfn.compute import Compute
+from mmfn.compute import Compute, sequential
 from mmfn.data import pack
 from mmfn.data.encoded import Encoded, Geometry, Run
 from mmfn.models import hub, qwen3_vl
@@ -64,6 +65,8 @@ def make(job: worker.Job) -> Callable[[], float]:
         # In float32 there is nothing to cast to.
         dtype=None if job.dtype == torch.float32 else job.dtype,
     )
+    if job.remat:
+        plain = attrs.evolve(plain, stack=transforms.remat(sequential, first=job.remat))
     if job.form == "compiled":
         compute = on.whole_step(plain)
     else:

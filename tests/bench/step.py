@@ -31,6 +31,9 @@ HERE = Path(__file__).parent
 CLOSE = {"float32": 1e-4, "bfloat16": 1e-2}
 """Relative difference of losses; a bfloat16 has 8 bits, and a loss is a mean of many."""
 
+REMAT = {"float32": 4, "bfloat16": 0}
+"""Layers that are run again backward: float32 has time to spare for memory."""
+
 
 class Side:
     """The processes, one a rank, that do one step together whenever they are asked."""
@@ -155,6 +158,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each side")
     parser.add_argument("--warmup", type=int, default=3, help="steps before them")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument(
+        "--remat", type=int, help="layers that we run again backward; 4 in float32, 0 in bfloat16"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=1, help="each with samples of its own")
     flags = parser.parse_args()
@@ -171,7 +177,8 @@ def main() -> None:
             for form in dict.fromkeys(flags.theirs):
                 own = ["--form", form] if sides else ["--form", form, "--save"]
                 sides.append(Side(f"theirs, {form}", "peer_hf.py", common + own, *sizes))
-            own = ["--form", flags.ours]
+            remat = REMAT[flags.dtype] if flags.remat is None else flags.remat
+            own = ["--form", flags.ours, "--remat", str(remat)]
             sides.append(Side(f"ours, {flags.ours}", "ours.py", common + own, *sizes))
             results = compare(sides, flags.warmup, flags.steps)
         finally:
@@ -195,6 +202,7 @@ def main() -> None:
         "theirs_mib": round(theirs["mib"], 1),
         "theirs_form": best.removeprefix("theirs, "),
         "ours_form": flags.ours,
+        "ours_remat": remat,
         "dtype": flags.dtype,
         "shape": flags.shape,
         "threads": flags.threads,

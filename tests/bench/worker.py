@@ -33,6 +33,8 @@ class Job:
     """Where the weights of the first step are."""
     save: bool
     """Write them there first, then go on."""
+    remat: int
+    """Layers, from the first one, whose blocks are run again backward; of ours only."""
     seed: int
     """Of the samples of this rank."""
     rank: int
@@ -47,6 +49,7 @@ def job() -> Job:
     parser.add_argument("--form", choices=["eager", "compiled", "blocks"], required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--save", action="store_true")
+    parser.add_argument("--remat", type=int, default=0)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--threads", type=int, required=True)
     flags = parser.parse_args()
@@ -61,6 +64,7 @@ def job() -> Job:
         form=flags.form,
         folder=flags.folder,
         save=flags.save,
+        remat=flags.remat,
         seed=flags.seed + rank,
         rank=rank,
         ranks=ranks,
