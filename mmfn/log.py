@@ -40,6 +40,15 @@ METRICS: Mapping[str, str] = {
 }
 """The keys of a line of a step, in order, each of this step alone."""
 
+EXPERTS: Mapping[str, str] = {
+    "balance": "balance loss of the experts, before its weight: choices a token if all are equal",
+    "load_max": "most tokens of an expert over the mean, in the layer where that is most",
+    "load_idle": "experts without a token, in all layers",
+    "left_out": "choices for which there was no room",
+    "load": "tokens of each expert, all layers together",
+}
+"""Further keys of a model with experts; `load` is a list."""
+
 FILE = "metrics.jsonl"
 
 
@@ -47,8 +56,9 @@ FILE = "metrics.jsonl"
 class Log:
     """The three things that a run says."""
 
-    step: Callable[[Mapping[str, Number]], None]
-    """Write the metrics of a step: exactly the keys of `METRICS`, steps in increasing order."""
+    step: Callable[[Mapping[str, Any]], None]
+    """Write the metrics of a step: the keys of `METRICS`, and of `EXPERTS` if there are any; steps
+    in increasing order."""
     evaluation: Callable[[int, Mapping[str, Number]], None]
     """Write metrics measured after so many steps, each called `eval/...`."""
     note: Callable[[str], None]
@@ -117,7 +127,8 @@ def open_log(
         def step(metrics: Mapping[str, Any]) -> None:
             line = checked(metrics)
             write(line)
-            events(line["step"], {f"train/{key}": metrics[key] for key in METRICS if key != "step"})
+            curves = {k: v for k, v in metrics.items() if k != "step" and not isinstance(v, list)}
+            events(line["step"], {f"train/{key}": value for key, value in curves.items()})
             screen.step(metrics)
 
         def evaluation(at: int, metrics: Mapping[str, Any]) -> None:
@@ -142,13 +153,14 @@ def step_line(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """
     if missing := [key for key in METRICS if key not in metrics]:
         raise ValueError(f"the metrics of a step lack {missing[0]!r}")
-    if unknown := sorted(metrics.keys() - METRICS.keys()):
+    if unknown := sorted(metrics.keys() - METRICS.keys() - EXPERTS.keys()):
         raise ValueError(
             f"no metric of a step is called {unknown[0]!r}; they are {', '.join(METRICS)}"
         )
+    more = [key for key in EXPERTS if key in metrics]
     if type(metrics["step"]) is not int:
         raise ValueError(f"metric 'step' is {metrics['step']!r}, not a whole number")
-    return _strict({key: metrics[key] for key in METRICS})
+    return _strict({key: metrics[key] for key in (*METRICS, *more)})
 
 
 def evaluation_line(step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -217,7 +229,7 @@ def _strict(line: dict[str, Any]) -> dict[str, Any]:
     """Replace what JSON cannot hold by null, and say it under `non_finite`."""
     lost = {}
     for key, value in line.items():
-        if value is None:
+        if value is None or (key == "load" and isinstance(value, list)):
             continue
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"metric {key!r} is a {type(value).__name__}, not a number")

@@ -11,7 +11,7 @@ import attrs
 from torch import Tensor
 
 from mmfn.data.loader import Step
-from mmfn.log import Log
+from mmfn.log import EXPERTS, Log
 
 
 @attrs.frozen
@@ -81,6 +81,7 @@ def fit(
     Raises:
         FloatingPointError: a gradient was not finite and `on_nonfinite` is stop; the state, which
             that step did not touch, is saved first.
+        ValueError: choices of experts were left out; so here.
     """
     saved = done
     begin = time.perf_counter()
@@ -91,7 +92,7 @@ def fit(
             log.note(f"skipped {problem}")
         state, metrics = step(state, tuple(place(batch) for batch in read.batches))
         # The one wait for the device: the numbers of the step.
-        values = {name: value.item() for name, value in metrics.items()}
+        values = {name: value.tolist() for name, value in metrics.items()}
         end = time.perf_counter()
         seconds, begin = end - begin, end
         log.step(
@@ -108,8 +109,15 @@ def fit(
                 "data_wait_s": waited,
                 "step_s": seconds,
                 "memory_bytes": actions.memory(),
+                **{key: values[key] for key in EXPERTS if key in values},
             }
         )
+        if values.get("left_out"):
+            actions.save(state, done)
+            raise ValueError(
+                f"{values['left_out']:.0f} choices of experts found no room in step {done}; the "
+                f"weights are as before it (--sharding.room, or other --sharding.experts)"
+            )
         if values["skipped"]:
             text = f"the gradient of step {done} is not finite; the weights are as before it"
             if on_nonfinite == "stop":

@@ -169,3 +169,16 @@ def balance(
     total = load.sum(0).detach()
     tokens = (total.sum() / cfg.choices).clamp(min=1.0)
     return cfg.experts * (total / tokens * (routing.probability.sum(0) / tokens)).sum()
+
+
+def report(routing: Routing, cfg: Config) -> dict[str, Tensor]:
+    """Make the metrics of a step out of the routing of all of it: keys of `mmfn.log.EXPERTS`."""
+    load = routing.load
+    mean = load.mean(-1, keepdim=True).clamp(min=1.0)
+    return {
+        "balance": balance(routing, load, cfg),
+        "load_max": (load / mean).max(),
+        "load_idle": (load == 0).sum(),
+        "left_out": routing.left_out.sum(),
+        "load": load.sum(0),
+    }

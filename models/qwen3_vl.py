@@ -15,11 +15,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mmfn import losses
+from mmfn import losses, tree
 from mmfn import ops as op
 from mmfn.batch import Batch
 from mmfn.compute import Compute, Region, plain
-from mmfn.models import moe, vision
+from mmfn.models import mlp, moe, vision
 from mmfn.param import Param
 from mmfn.tree import Leaf, pytree
 
@@ -93,22 +93,13 @@ class Attention:
 
 
 @pytree
-class Mlp:
-    """Gated feed-forward layer."""
-
-    gate: Leaf
-    up: Leaf
-    down: Leaf
-
-
-@pytree
 class Block:
     """One decoder block."""
 
     attention_norm: Leaf
     attention: Attention
     mlp_norm: Leaf
-    mlp: Mlp | moe.Moe
+    mlp: mlp.Mlp | moe.Moe
 
 
 @pytree
@@ -138,21 +129,18 @@ class Qwen3VL:
 
 def abstract(cfg: Config) -> Qwen3VL:
     """State every weight once: sizes, axes, initial spread, published key."""
-    d, k, g, c, m = cfg.embed, cfg.kv_heads, cfg.heads // cfg.kv_heads, cfg.head_dim, cfg.mlp
+    d, k, g, c = cfg.embed, cfg.kv_heads, cfg.heads // cfg.kv_heads, cfg.head_dim
     prefix, into, out = "model.language_model", d**-0.5, (k * g * c) ** -0.5
     heads = "kv_heads groups head_dim"
 
-    def feed_forward(i: int, at: str) -> Mlp | moe.Moe:
+    def feed_forward(i: int, at: str) -> mlp.Mlp | moe.Moe:
         if cfg.experts is not None and i in cfg.mixed:
             return moe.abstract(cfg.experts, d, at)
-        return Mlp(
-            gate=Param((m, d), "mlp embed", f"{at}.gate_proj.weight", into),
-            up=Param((m, d), "mlp embed", f"{at}.up_proj.weight", into),
-            down=Param((d, m), "embed mlp", f"{at}.down_proj.weight", m**-0.5),
-        )
+        return mlp.abstract(d, cfg.mlp, at)
 
     def block(i: int) -> Block:
-        at, attn, mlp = (f"{prefix}.layers.{i}{part}" for part in ("", ".self_attn", ".mlp"))
+        at = f"{prefix}.layers.{i}"
+        attn = f"{at}.self_attn"
         return Block(
             attention_norm=Param((d,), "embed", f"{at}.input_layernorm.weight", mean=1.0),
             attention=Attention(
@@ -164,7 +152,7 @@ def abstract(cfg: Config) -> Qwen3VL:
                 k_norm=Param((c,), "head_dim", f"{attn}.k_norm.weight", mean=1.0),
             ),
             mlp_norm=Param((d,), "embed", f"{at}.post_attention_layernorm.weight", mean=1.0),
-            mlp=feed_forward(i, mlp),
+            mlp=feed_forward(i, f"{at}.mlp"),
         )
 
     head = None if cfg.tied else Param((cfg.vocab, d), "vocab embed", "lm_head.weight", into)
@@ -229,13 +217,6 @@ def project(
     return ops.rotary(q, cos, sin), ops.rotary(k, cos, sin), op.linear(x, params.v)
 
 
-def feed_forward(
-    params: Mlp, x: Float[Tensor, "tokens embed"], ops: op.Ops
-) -> Float[Tensor, "tokens embed"]:
-    """Apply the gated feed-forward layer."""
-    return op.linear(ops.swiglu(op.linear(x, params.gate), op.linear(x, params.up)), params.down)
-
-
 def _cut(params: Block, cfg: Config, region: Region) -> Block:
     """Take weights that are whole on every rank to where heads or tokens are cut."""
     own = params.attention
@@ -246,15 +227,15 @@ def _cut(params: Block, cfg: Config, region: Region) -> Block:
         own.q_norm, own.k_norm, *((own.k, own.v) if shared else ())
     )
     k, v = both or (own.k, own.v)
-    mlp = params.mlp
-    if isinstance(mlp, moe.Moe):
-        (router,) = region.inside(mlp.router)
-        mlp = moe.Moe(router=router, gate_up=mlp.gate_up, down=mlp.down)
+    inner = params.mlp
+    if isinstance(inner, moe.Moe):
+        (router,) = region.inside(inner.router)
+        inner = tree.evolve(inner, router=router)
     return Block(
         attention_norm=before,
         attention=Attention(q=own.q, k=k, v=v, o=own.o, q_norm=q_norm, k_norm=k_norm),
         mlp_norm=after,
-        mlp=mlp,
+        mlp=inner,
     )
 
 
@@ -294,7 +275,7 @@ def block(
         real = None if batch is None else batch.real
         y, routing = moe.feed_forward(params.mlp, y, real, cfg.experts, compute)
     else:
-        y = feed_forward(params.mlp, y, ops)
+        y = mlp.feed_forward(params.mlp, y, ops)
     x = x + region.leave(y)
     if deep is not None:
         assert batch is not None
@@ -398,3 +379,9 @@ def losses_of(
         load = compute.total(routing.load) if load is None else load
         value = value + balance * moe.balance(routing, load, cfg.experts)
     return value, routing
+
+
+def report(cfg: Config) -> Callable[[moe.Routing], dict[str, Tensor]]:
+    """Make what gives the metrics of a step, out of the routing of all of it."""
+    own = cfg.experts
+    return lambda routing: {} if own is None else moe.report(routing, own)

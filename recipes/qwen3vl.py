@@ -36,7 +36,8 @@ from mmfn.models import decoding, qwen3_vl
 from mmfn.models.flops import count, lengths
 from mmfn.recipes import qwen3vl_data as data
 from mmfn.recipes import qwen3vl_job as jobs
-from mmfn.recipes.qwen3vl_config import Config, refuse_other, resolve
+from mmfn.recipes.qwen3vl_config import Config, resolve
+from mmfn.recipes.qwen3vl_resume import refuse_other
 from mmfn.sharding import mesh as meshes
 from mmfn.sharding.axes import silent
 from mmfn.sharding.check import checker
@@ -46,7 +47,7 @@ from mmfn.sharding.launch import ranks as joined
 from mmfn.sharding.layout import full, local, on_local
 from mmfn.sharding.parallel import Parallel
 from mmfn.train import TrainState, make_step, start
-from mmfn.transforms import compile_blocks, compile_loss, compile_step, remat
+from mmfn.transforms import compile_blocks, compile_loss, compile_step, keep_choices, remat
 from mmfn.weights_export import export
 
 
@@ -85,14 +86,16 @@ def main(cfg: Config, ranks: Ranks = ALONE) -> TrainState:
         files.write_json(folder / "config.json", config.to_dict(cfg))
         files.write_json(folder / "about.json", about)
 
-    compute = compose(cfg, device, on)
+    compute = compose(cfg, job, device, on)
     optimizer = make_optimizer(cfg, job, device, steps)
     trained, _ = tree.partition(job.trained, on.layout.specs)
     step = make_step(
-        on.loss(partial(loss, cfg=job.config, compute=compute)),
+        on.loss(partial(loss, cfg=job.config, compute=compute, balance=cfg.train.balance)),
         optimizer,
         norm=on.norm(trained),
         reduce=on.reduce,
+        prepare=prepare(cfg, job, compute, on),
+        report=qwen3_vl.report(job.config),
     )
     step = on_local(compile_step(step) if cfg.run.compile == "step" else step)
     state = initial(cfg, job, optimizer, on)
@@ -150,18 +153,44 @@ def _silent(text: str) -> None:
     """Leave it to the first rank."""
 
 
-def loss(params: Any, batch: Any, cfg: qwen3_vl.Config, compute: Compute) -> torch.Tensor:
-    """Give the loss that is trained: next-token cross entropy over the count of the step."""
-    return qwen3_vl.loss(params, batch, cfg, compute)
+def loss(
+    params: Any,
+    batch: Any,
+    load: torch.Tensor | None = None,
+    *,
+    cfg: qwen3_vl.Config,
+    compute: Compute,
+    balance: float,
+) -> tuple[torch.Tensor, Any]:
+    """Give the loss that is trained, next-token cross entropy over the count of the step, with the
+    balance loss of experts; and their routing."""
+    return qwen3_vl.losses_of(params, batch, cfg, compute, balance=balance, load=load)
 
 
-def compose(cfg: Config, device: Device, on: Parallel) -> Compute:
+def prepare(cfg: Config, job: jobs.Job, compute: Compute, on: Parallel) -> Any:
+    """Make what counts the loads of a step before it: each micro-batch is balanced over all."""
+    if not cfg.train.balance or cfg.train.accumulate == 1:
+        return None
+
+    def load(params: Any, batches: Any) -> torch.Tensor:
+        bound = on.layout.bind(params)
+        found = [qwen3_vl.hidden(bound, batch, job.config, compute)[1] for batch in batches]
+        loads = [routing.load for routing in found if routing is not None]
+        total: torch.Tensor = on.total(torch.stack(loads).sum(0))
+        return total
+
+    return load
+
+
+def compose(cfg: Config, job: jobs.Job, device: Device, on: Parallel) -> Compute:
     """Compose how the model is computed from the flags."""
     blocks = cfg.run.compile == "blocks"
+    # What routers chose is kept, or a block that is run again could choose otherwise.
+    policy = keep_choices if job.config.experts else None
     plain = Compute(
         ops=compile_loss(device.ops) if blocks else device.ops,
         dtype=torch.bfloat16 if cfg.train.precision == "bfloat16" else None,
-        stack=remat(sequential) if cfg.train.remat else sequential,
+        stack=remat(sequential, policy) if cfg.train.remat else sequential,
     )
     if cfg.run.compile == "step":
         return on.whole_step(plain)
@@ -197,10 +226,17 @@ def initial(cfg: Config, job: jobs.Job, optimizer: optim.Optimizer, on: Parallel
     if cfg.model.path is None:
         params = param.init(job.abstract, cfg.run.seed, place=on.layout.place)
     else:
-        params = weights.load(job.abstract, cfg.model.path, place=on.layout.place)
+        params = weights.load(
+            job.abstract, cfg.model.path, place=on.layout.place, form=form_of(cfg.model.form)
+        )
     trained, frozen = tree.partition(job.trained, params)
     whole = not tree.leaves(frozen)
     return start(trained, optimizer, frozen=None if whole else frozen, seed=cfg.run.seed)
+
+
+def form_of(name: str) -> str:
+    """Give the name of a layout of experts; empty where the folder tells."""
+    return "" if name == "auto" else name
 
 
 def whole(state: TrainState) -> Any:
@@ -289,6 +325,8 @@ def finish(
             target,
             source=cfg.model.path,
             files=job.files,
+            form=form_of(cfg.run.export_form),
+            source_form=form_of(cfg.model.form),
             fetch=full,
             write=ranks.first,
         )

@@ -3,11 +3,11 @@
 import math
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import attrs
 
-from mmfn import config, files, optim, schedules
+from mmfn import optim, schedules
 from mmfn.optim import Group
 
 
@@ -16,7 +16,13 @@ class Model:
     """What is trained."""
 
     path: Path | None = None
-    """Hugging Face folder of a Qwen3-VL; without one a small model is trained from scratch."""
+    """Hugging Face folder of a Qwen3-VL, dense or with experts; without one a small model is
+    trained from scratch."""
+    form: Literal["auto", "hub", "transformers", "per_expert"] = "auto"
+    """Layout of the experts in it, where its tensors leave that open: as published, as
+    transformers 5 writes them, or a tensor for each expert."""
+    experts: int = 0
+    """Experts of each block of the small model, two of them for a token; 0 has none."""
 
 
 @attrs.frozen
@@ -120,6 +126,9 @@ class Train:
     """Passes over the data; 1 if neither is given, for the digits a fixed number of steps."""
     accumulate: int = 1
     """Micro-batches of an optimizer step."""
+    balance: float = 0.0
+    """Weight of the balance loss of experts, over the whole step; a second forward pass where
+    --train.accumulate is more than 1."""
     normalise: Literal["token", "sample", "row"] = "token"
     """What the loss is the mean of; `row` depends on how samples are packed."""
     precision: Literal["float32", "bfloat16"] | None = None
@@ -154,6 +163,8 @@ class Run:
     """Checkpoints that are kept."""
     export: bool = True
     """Write the weights as a Hugging Face folder at the end."""
+    export_form: Literal["auto", "hub", "transformers", "per_expert"] = "auto"
+    """Layout of experts in it; by default that of --model.path, or hub."""
     peak_flops: float | None = None
     """Peak rate of the device in FLOP/s, for mfu; by default from a table, on a CPU measured."""
     verbose: bool = False
@@ -175,6 +186,13 @@ class Sharding:
     """Gather weights again backward (ZeRO-3); --sharding.no-regather keeps them (ZeRO-2)."""
     prefetch: bool = True
     """Start the next layer's gather before a layer is computed."""
+    experts: Literal["exchanged", "gathered", "bounded"] = "exchanged"
+    """How tokens come to experts of other ranks (ep): as many rows as there are; all tokens to all
+    ranks, better where ep is below the experts of a token; or a fixed number of rows."""
+    chunks: int = 1
+    """Parts in which they are exchanged, so that one is computed while the next is on its way."""
+    room: float = 2.0
+    """Rows of `bounded`, in times those of an even routing; a step that needs more ends the run."""
     check: bool = False
     """Compare each collective over the ranks first: slow, finds calls in a wrong order."""
     timeout: int = 600
@@ -186,9 +204,9 @@ class Config:
     """All flags."""
 
     mesh: str = ""
-    """Ranks by axis, under torchrun: "fsdp=4 tp=2"; axes dp, fsdp, cp, tp, and ulysses, the part of
-    cp that exchanges heads (the rest is a ring); one may be left open (`fsdp=`); default all fsdp.
-    """
+    """Ranks by axis, under torchrun: "fsdp=4 tp=2"; axes dp, fsdp, cp, tp, ulysses, the part of cp
+    that exchanges heads (the rest is a ring), and ep, the part of fsdp · cp that experts are cut
+    over; one may be left open (`fsdp=`); default all fsdp."""
     model: Model = Model()
     data: Data = Data()
     optimizer: Optimizer = Optimizer()
@@ -275,6 +293,9 @@ def _check(cfg: Config) -> None:
         "--run.keep": (run.keep, 1),
         "--run.seed": (run.seed, 0),
         "--sharding.timeout": (cfg.sharding.timeout, 1),
+        "--sharding.chunks": (cfg.sharding.chunks, 1),
+        "--model.experts": (cfg.model.experts, 0),
+        "--train.balance": (train.balance, 0),
         "--optimizer.lr": (own.lr, 0),
         "--optimizer.weight-decay": (own.weight_decay, 0),
     }
@@ -290,7 +311,12 @@ def _check(cfg: Config) -> None:
     for flag, share in shares.items():
         if not 0 <= share <= 1 or (share == 1 and "betas" in flag):
             raise ValueError(f"{flag}={share} is not in [0, 1{')' if 'betas' in flag else ']'}")
-    for flag, value in (("--optimizer.clip", own.clip), ("--optimizer.eps", own.eps)):
+    positive = {
+        "--optimizer.clip": own.clip,
+        "--optimizer.eps": own.eps,
+        "--sharding.room": cfg.sharding.room,
+    }
+    for flag, value in positive.items():
         if value <= 0:
             raise ValueError(f"{flag}={value} is not positive")
     if run.seed >= 2**63:
@@ -299,58 +325,21 @@ def _check(cfg: Config) -> None:
         raise ValueError(
             f"--data.max-tokens={data.max_tokens} is more than --data.row-tokens={data.row_tokens}"
         )
+    if cfg.model.path is not None and cfg.model.experts:
+        raise ValueError(
+            f"--model.experts={cfg.model.experts} is of the small model; that in "
+            f"--model.path={cfg.model.path} has its own"
+        )
+    if cfg.model.path is None and cfg.model.form != "auto":
+        raise ValueError(f"--model.form={cfg.model.form} has no effect without --model.path")
+    if cfg.sharding.chunks > 1 and cfg.sharding.experts != "exchanged":
+        raise ValueError(
+            f"--sharding.chunks={cfg.sharding.chunks} has no effect on "
+            f"--sharding.experts={cfg.sharding.experts}"
+        )
+    if run.compile == "step" and cfg.sharding.check:
+        raise ValueError(
+            "--sharding.check compares calls as they are made, but --run.compile=step has them "
+            "in a graph"
+        )
     own.parsed_rules()
-
-
-FREE = {
-    *("mesh", "data.rows", "train.accumulate"),
-    *(f"sharding.{name}" for name in ("rules", "sequence", "regather", "prefetch")),
-    *(f"sharding.{name}" for name in ("check", "timeout")),
-    *(f"run.{name}" for name in ("resume", "out", "verbose", "traceback", "export")),
-    *(f"run.{name}" for name in ("save_every", "keep", "peak_flops")),
-    *(f"data.{name}" for name in ("eval", "workers", "eval_samples", "answer_tokens")),
-}
-"""What may change when a run goes on: nothing that its numbers depend on but by rounding. Ranks,
-rows and micro-batches may be others where a step reads the same rows (`rows_per_step`)."""
-
-
-def refuse_other(cfg: Config, folder: Path, data_ranks: int) -> None:
-    """Refuse to go on with a run of another config, on other data, or with other steps.
-
-    Raises:
-        ValueError: names each flag that differs, with both values, or the file that changed.
-    """
-    before, now = (_flat(d) for d in (files.read_json(folder / "config.json"), config.to_dict(cfg)))
-    changed = [
-        f"--{name.replace('_', '-')} was {before.get(name)!r}, is {value!r}"
-        for name, value in now.items()
-        if name not in FREE and before.get(name) != value
-    ]
-    if changed:
-        raise ValueError(f"{folder} is a run of another config: {'; '.join(changed)}")
-    about = files.read_json(folder / "about.json")
-    rows = rows_per_step(cfg, data_ranks)
-    if about.get("rows_per_step") != rows:
-        raise ValueError(
-            f"a step of {folder} reads {about.get('rows_per_step')} rows; --data.rows="
-            f"{cfg.data.rows}, --train.accumulate={cfg.train.accumulate} and {data_ranks} data "
-            f"ranks make {rows}"
-        )
-    digest = about.get("train_sha256")
-    if cfg.data.train is not None and digest != files.digest(cfg.data.train):
-        raise ValueError(
-            f"--data.train={cfg.data.train} is not the file that the run in {folder} began with"
-        )
-
-
-def rows_per_step(cfg: Config, data_ranks: int) -> int:
-    """Count the rows that an optimizer step reads on all ranks."""
-    return cfg.data.rows * cfg.train.accumulate * data_ranks
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        found |= _flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
-    return found

@@ -5,6 +5,7 @@ import json
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,15 @@ from mmfn.data.encoded import Geometry
 from mmfn.data.sample import Sample
 from mmfn.device import Device
 from mmfn.evaluate import Answer
-from mmfn.models import hub, qwen3_vl, vision
-from mmfn.recipes.qwen3vl_config import Config, rows_per_step
+from mmfn.experts import Experts
+from mmfn.models import hub, moe, qwen3_vl, vision
+from mmfn.recipes.qwen3vl_config import Config
+from mmfn.recipes.qwen3vl_resume import rows_per_step
 from mmfn.report import Shown
 from mmfn.sharding import parallel as parallels
 from mmfn.sharding import rules as tables
+from mmfn.sharding.axes import Axis
+from mmfn.sharding.experts import bounded, exchanged, gathered
 from mmfn.sharding.mesh import Mesh
 from mmfn.sharding.parallel import Parallel
 
@@ -77,7 +82,30 @@ def parallel(cfg: Config, job: Job, mesh: Mesh) -> Parallel:
     rules = tables.for_heads(
         rules, sizes, kv_heads=model.kv_heads, groups=model.heads // model.kv_heads
     )
-    return parallels.make(job.abstract, mesh, rules, sequence=cfg.sharding.sequence)
+    if mesh.ep.size == 1:
+        own = cfg.sharding
+        if (own.experts, own.chunks) != ("exchanged", 1):
+            raise ValueError(
+                f"--sharding.experts={own.experts} and --sharding.chunks={own.chunks} have no "
+                f"effect without ep in --mesh"
+            )
+    elif cfg.run.compile == "step" and cfg.sharding.experts == "exchanged":
+        raise ValueError(
+            "--run.compile=step needs static shapes, --sharding.experts=gathered or bounded; "
+            "exchanged waits for numbers of rows"
+        )
+    experts: dict[str, Callable[[Axis], Experts]] = {
+        "exchanged": partial(exchanged, chunks=cfg.sharding.chunks),
+        "gathered": gathered,
+        "bounded": partial(bounded, room=cfg.sharding.room),
+    }
+    return parallels.make(
+        job.abstract,
+        mesh,
+        rules,
+        sequence=cfg.sharding.sequence,
+        experts=experts[cfg.sharding.experts],
+    )
 
 
 DIGITS = 14380
@@ -115,7 +143,7 @@ def _digits(cfg: Config) -> Job:
     vocab = -(-len(tokenizer) // 32) * 32
     model = qwen3_vl.Config(
         vocab=vocab, embed=128, layers=4, heads=4, kv_heads=2, head_dim=32, mlp=384,
-        theta=10000.0, sections=(8, 4, 4), tied=True,
+        theta=10000.0, sections=(8, 4, 4), tied=True, experts=_experts(cfg.model.experts),
         image_token=special.image_pad, video_token=special.video_pad,
         vision_start_token=special.vision_start, vision_end_token=special.vision_end,
         vision=vision.Config(
@@ -137,6 +165,11 @@ def _digits(cfg: Config) -> Job:
     room = (cfg.train.steps or DIGITS) * 8 * cfg.data.row_tokens // 26
     train = digits.train(cfg.run.seed, min(DIGITS, max(room, 64)), vary=True)
     return _job(cfg, model, chat, train, digits.held_out(), (Path(), Path()), published)
+
+
+def _experts(experts: int) -> moe.Config | None:
+    """Make those of the small model: as many channels for a token as without any."""
+    return moe.Config(experts, min(2, experts), 384 // min(2, experts)) if experts else None
 
 
 def _processor(pixels: media.Pixels) -> dict[str, Any]:
@@ -175,6 +208,8 @@ def _job(
     published: Mapping[str, bytes | str],
 ) -> Job:
     tower = model.vision
+    if model.experts is None and cfg.train.balance:
+        raise ValueError(f"--train.balance={cfg.train.balance} has no effect without experts")
     abstract = qwen3_vl.abstract(model)
     paths = tree.paths(abstract)
     for pattern in cfg.train.freeze:

@@ -80,9 +80,9 @@ class Parallel:
             return compute
         return attrs.evolve(compute, text=regions.Cut(self.mesh.tp))
 
-    def loss(self, loss: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
-        """Let a loss of (params, batch) take the local tensors of a rank."""
-        return lambda params, batch: loss(self.layout.bind(params), batch)
+    def loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
+        """Let a loss of (params, batch, ...) take the local tensors of a rank."""
+        return lambda params, *rest: loss(self.layout.bind(params), *rest)
 
     def norm(self, trained: Any) -> Callable[[Any], Tensor]:
         """Make the norm of a tree of local gradients; `trained` has the specs of its leaves."""
