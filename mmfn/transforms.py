@@ -7,11 +7,12 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import wraps
-from typing import Any
+from typing import Any, TypeAlias
 
 import attrs
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from mmfn import tree
@@ -58,14 +59,43 @@ def accumulate(fn: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, A
     return run
 
 
-Policy = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
-"""What to keep: makes the pair of contexts that `torch.utils.checkpoint` takes."""
+Contexts: TypeAlias = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+Policy: TypeAlias = Callable[[], Contexts]
+"""What to keep: makes the contexts of the first and of the second run of a block."""
 
 
-def keep_choices() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+class _Choices(TorchFunctionMode):
+    """Notes the indices that `topk` of what takes no gradient gives, or gives those noted."""
+
+    def __init__(self, noted: list[Tensor], *, again: bool) -> None:
+        self.noted, self.again, self.next = noted, again, 0
+
+    def __enter__(self) -> "_Choices":
+        self.next = 0
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in (torch.topk, torch.Tensor.topk):
+            return func(*args, **(kwargs or {}))
+        if self.again:
+            self.next += 1
+            index = self.noted[self.next - 1]
+            return args[0].gather(-1, index), index
+        out = func(*args, **(kwargs or {}))
+        self.noted.append(out[1])
+        return out
+
+
+def keep_choices() -> Contexts:
     """Keep what a router chose: a block that is run again then has the same rows bit for bit."""
-    contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-    contexts = create_selective_checkpoint_contexts([torch.ops.aten.topk.default])
+    noted: list[Tensor] = []
+    return _Choices(noted, again=False), _Choices(noted, again=True)
+
+
+def keep_choices_in_graph() -> Contexts:
+    """Do what `keep_choices` does, in a compiled step."""
+    contexts: Contexts = create_selective_checkpoint_contexts([torch.ops.aten.topk.default])
     return contexts
 
 

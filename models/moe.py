@@ -99,7 +99,9 @@ def route(
 ]:
     """Choose experts: their weights and numbers, and the probabilities of all; float32 at least."""
     probability = op.linear(op.wide(x), op.wide(router)).softmax(-1)
-    weight, expert = probability.topk(cfg.choices, dim=-1)
+    # Without a gradient: a block that is run again is given the same choices (`keep_choices`).
+    _, expert = probability.detach().topk(cfg.choices)
+    weight = probability.gather(1, expert)
     if cfg.normalise:
         weight = weight / weight.sum(-1, keepdim=True)
     return weight, expert, probability

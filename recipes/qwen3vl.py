@@ -47,7 +47,14 @@ from mmfn.sharding.launch import ranks as joined
 from mmfn.sharding.layout import full, local, on_local
 from mmfn.sharding.parallel import Parallel
 from mmfn.train import TrainState, make_step, start
-from mmfn.transforms import compile_blocks, compile_loss, compile_step, keep_choices, remat
+from mmfn.transforms import (
+    compile_blocks,
+    compile_loss,
+    compile_step,
+    keep_choices,
+    keep_choices_in_graph,
+    remat,
+)
 from mmfn.weights_export import export
 
 
@@ -186,7 +193,8 @@ def compose(cfg: Config, job: jobs.Job, device: Device, on: Parallel) -> Compute
     """Compose how the model is computed from the flags."""
     blocks = cfg.run.compile == "blocks"
     # What routers chose is kept, or a block that is run again could choose otherwise.
-    policy = keep_choices if job.config.experts else None
+    keep = keep_choices_in_graph if cfg.run.compile == "step" else keep_choices
+    policy = keep if job.config.experts else None
     plain = Compute(
         ops=compile_loss(device.ops) if blocks else device.ops,
         dtype=torch.bfloat16 if cfg.train.precision == "bfloat16" else None,

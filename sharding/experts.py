@@ -63,7 +63,7 @@ def _exchanged(
     axis: Axis,
     chunks: int,
 ) -> tuple[Tensor, None]:
-    parts = [torch.tensor_split(each, min(chunks, len(x))) for each in (x, expert, weight)]
+    parts = [torch.tensor_split(each, chunks) for each in (x, expert, weight)]
     sorts = [op.by_expert(part, experts) for part in parts[1]]
     table = torch.stack([counts for _, counts in sorts], 1).view(axis.size, -1, len(sorts))
     theirs = axes.all_to_all_plain(table, axis)
@@ -118,8 +118,8 @@ def _send(
 def gathered(axis: Axis) -> Experts:
     """Give every rank all tokens; each computes its experts, and the results are summed.
 
-    Shapes are static and nothing is waited for. It moves less than `exchanged` where a token has
-    more choices than there are ranks.
+    Shapes are static and nothing is waited for; all ranks have as many tokens. It moves less than
+    `exchanged` where a token has more choices than there are ranks.
     """
     return partial(_gathered, axis=axis) if axis.size > 1 else here
 
@@ -151,6 +151,7 @@ def _gathered(
 def bounded(axis: Axis, *, room: float) -> Experts:
     """Send `room` times as many rows to each rank as an even routing would; static shapes.
 
+    All ranks have as many tokens.
     Choices beyond that are left out, and counted: whoever takes the step must not use it then.
     """
     if not room > 0:

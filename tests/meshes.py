@@ -19,7 +19,7 @@ from mmfn.compute import Compute, sequential
 from mmfn.data import pack
 from mmfn.kernels import cpu
 from mmfn.models import moe, qwen3_vl
-from mmfn.sharding import context, layout, parallel, simulate
+from mmfn.sharding import context, parallel, simulate
 from mmfn.sharding import mesh as meshes
 from mmfn.sharding import rules as tables
 from mmfn.sharding.experts import bounded, exchanged, gathered
@@ -89,6 +89,7 @@ EXPERTS = {
     "in two parts": partial(exchanged, chunks=2),
     "gathered": gathered,
     "bounded": partial(bounded, room=4.0),
+    "half": partial(bounded, room=0.5),
 }
 BALANCE = 0.05
 """Weight of the balance loss, far above a usual one."""
@@ -246,17 +247,17 @@ def loss_and_norm(
     *,
     table: str = "fsdp",
     sequence: bool = False,
+    experts: str = "",
     pick: Callable[[Any], Any] | None = None,
 ) -> tuple[float, float, float]:
-    """Give loss and gradient norm of float32 batches, one a data rank, and the norm of one leaf."""
-    on = on_mesh(text, world, cfg, table, sequence=sequence)
+    """Give loss and gradient norm of float32 batches, one a data rank, and the norm of one part."""
+    on = on_mesh(text, world, cfg, table, sequence=sequence, experts=experts)
     compute = on.compute(Compute())
     total = value_and_grad(on.loss(lambda p, b: qwen3_vl.loss(p, b, cfg, compute)))
     value, grads = on.reduce(*total(local(on, tiny.params(cfg)), own_batch(on, rows)))
     own = 0.0
     if pick is not None:
-        leaf = layout.full(layout.wrap(pick(grads), pick(on.layout.specs), on.mesh))
-        own = leaf.norm().item()
+        own = on.norm(pick(on.layout.specs))(pick(grads)).item()
     return value.item(), on.norm(on.layout.specs)(grads).item(), own
 
 

@@ -30,15 +30,19 @@ Run = tuple[str, qwen3_vl.Config, str, str, dict[str, Any]]
 """Mesh, config, samples of each data rank, which are supervised, options."""
 
 
-def rows(text: str, labels: str) -> list[Batch]:
-    """Pack the samples of each data rank (`AB|T`), and count the targets of all."""
+def rows(text: str, labels: str, *, alike: bool = False) -> list[Batch]:
+    """Pack the samples of each data rank (`AB|T`), and count the targets of all.
+
+    Rows are as long as their samples, or all `alike` as the longest.
+    """
+    lengths = [sum(len(tiny.SEQUENCES[n]) for n in names) or 1 for names in text.split("|")]
     made = [
         pack.collate(
             [[tiny.encoded(n, LABELS.get((n, labels), labels)) for n in names]],
             geometry=tiny.GEOMETRY,
-            tokens=sum(len(tiny.SEQUENCES[n]) for n in names) or 1,
+            tokens=max(lengths) if alike else length,
         )
-        for names in text.split("|")
+        for names, length in zip(text.split("|"), lengths, strict=True)
     ]
     count = pack.total([counts for _, counts in made]).divisor("token")
     return list(pack.with_count([batch for batch, _ in made], count))
@@ -46,8 +50,11 @@ def rows(text: str, labels: str) -> list[Batch]:
 
 def run(rank: int, world: int, runs: Sequence[Run]) -> list[tuple[float, float, float]]:
     """Compute each on this rank."""
+    # Experts that are gathered or bounded need as many tokens on each rank.
     return [
-        loss_and_norm(mesh, world, cfg, rows(text, labels), **options)
+        loss_and_norm(
+            mesh, world, cfg, rows(text, labels, alike=cfg.experts is not None), **options
+        )
         for mesh, cfg, text, labels, options in runs
     ]
 
@@ -147,10 +154,17 @@ def test_more_ranks_than_heads_are_refused_before_anything_is_loaded() -> None:
 
 
 def steps(
-    rank: int, world: int, text: str, table: str, folder: Path, begin: int, end: int
+    rank: int,
+    world: int,
+    text: str,
+    table: str,
+    folder: Path,
+    begin: int,
+    end: int,
+    cfg: qwen3_vl.Config = tiny.CONFIG,
 ) -> list[float]:
     """Train from step `begin` (read from the folder) to `end`, and save there."""
-    on = on_mesh(text, world, tiny.CONFIG, table)
+    on = on_mesh(text, world, cfg, table)
     compute = on.compute(Compute(ops=cpu.OPS))
     optimizer = optim.chain(
         optim.clip_by_global_norm(1.0),
@@ -158,14 +172,14 @@ def steps(
     )
     step = on_local(
         make_step(
-            on.loss(lambda p, b: qwen3_vl.loss(p, b, tiny.CONFIG, compute)),
+            on.loss(lambda p, b: qwen3_vl.loss(p, b, cfg, compute)),
             optimizer,
             norm=on.norm(on.layout.specs),
             reduce=on.reduce,
         )
     )
     wrap = tree.map(
-        lambda x, own: layout.wrap(x, own, on.mesh), local(on, tiny.params()), on.layout.specs
+        lambda x, own: layout.wrap(x, own, on.mesh), local(on, tiny.params(cfg)), on.layout.specs
     )
     state = start(wrap, optimizer)
     group = torch.distributed.group.WORLD if on.mesh.stored is not None else None
