@@ -106,8 +106,7 @@ def save(
         disk.write_json(partial / META, meta)
 
     _first(group, start)
-    # From here on the state is only read: an asynchronous save would copy it to the host first
-    # and do the rest on a thread.
+    # From here on the state is only read: `mmfn.behind` does it on a copy, on a thread.
     _write(partial, leaves, FILE_BYTES * size, group)
     # Each rank looks at its own files: others may see them late on a network drive.
     mine = f"shard-{1 if group is None else dist.get_rank(group) + 1:05d}-*"

@@ -137,6 +137,65 @@ def remat(stack: Stack, policy: Policy | None = None, *, first: int | None = Non
     return run
 
 
+def forgetting(
+    values: Sequence[Tensor], again: Callable[[], Sequence[Tensor]]
+) -> AbstractContextManager[Any]:
+    """Keep for the backward pass which of `values` was saved, not the tensor; `again()` makes them.
+
+    What shares the memory of one counts as that one.
+    """
+    places = {value.untyped_storage().data_ptr(): n for n, value in enumerate(values)}
+
+    def pack(x: Tensor) -> Any:
+        place = places.get(x.untyped_storage().data_ptr())
+        if place is None or x.numel() == 0:
+            return x
+        return place, x.shape, x.stride(), x.storage_offset()
+
+    def unpack(kept: Any) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        place, shape, stride, offset = kept
+        made: Tensor = again()[place]
+        return made.as_strided(shape, stride, offset)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def recast(stack: Stack, ops: Ops, dtype: torch.dtype) -> Stack:
+    """Cast each layer's weights before its block, and again backward: no narrow copy is kept.
+
+    What has this dtype already stays as it is.
+    """
+
+    def run(
+        block: Callable[..., Any],
+        layers: Sequence[Any],
+        x: Tensor,
+        *args: Any,
+        each: Sequence[Any],
+        keep: Sequence[int] = (),
+    ) -> tuple[Tensor, list[Tensor], list[Any]]:
+        made: dict[int, list[Tensor]] = {}
+
+        def again(index: int) -> list[Tensor]:
+            if index not in made:
+                made.clear()
+                made[index] = [leaf.detach().to(dtype) for leaf in tree.leaves(layers[index])]
+            return made[index]
+
+        def one(index: int, *rest: Any) -> Any:
+            narrow = tree.map(lambda leaf: ops.cast(leaf, dtype), layers[index])
+            if not torch.is_grad_enabled():
+                return block(narrow, *rest)
+            with forgetting(tree.leaves(narrow), lambda: again(index)):
+                return block(narrow, *rest)
+
+        return stack(one, range(len(layers)), x, *args, each=each, keep=keep)
+
+    return run
+
+
 def compile_blocks(stack: Stack, *, backend: str = "inductor") -> Stack:
     """Compile the block: blocks of one kind are one graph, whatever the number of layers."""
     compiled: dict[Any, Callable[..., Any]] = {}

@@ -8,6 +8,8 @@ import random
 import shlex
 import shutil
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -29,6 +31,7 @@ from mmfn import (
 )
 from mmfn import log as logs
 from mmfn.batch import to_device
+from mmfn.behind import behind
 from mmfn.compute import Compute, sequential
 from mmfn.device import Device
 from mmfn.device import resolve as resolve_device
@@ -44,7 +47,7 @@ from mmfn.sharding.check import checker
 from mmfn.sharding.context import split
 from mmfn.sharding.launch import ALONE, Ranks
 from mmfn.sharding.launch import ranks as joined
-from mmfn.sharding.layout import full, local, on_local
+from mmfn.sharding.layout import full, local, on_local, to_host
 from mmfn.sharding.parallel import Parallel
 from mmfn.train import TrainState, make_step, start
 from mmfn.transforms import (
@@ -123,6 +126,7 @@ def main(cfg: Config, ranks: Ranks = ALONE) -> TrainState:
     with (
         logs.open_log(folder, steps, done, main=ranks.first) as log,
         loop.interruption() as stopping,
+        saving(cfg, about, ranks) as keep,
     ):
         measure = partial(evaluate_all, cfg, job, held_out, on, compute, cut, place, log)
         state, done = loop.fit(
@@ -134,7 +138,7 @@ def main(cfg: Config, ranks: Ranks = ALONE) -> TrainState:
             log=log,
             actions=loop.Actions(
                 evaluate=lambda state, at: measure(state, at, cfg.data.eval_samples),
-                save=lambda state, at: save(cfg, state, at, about, ranks),
+                save=keep,
                 flops=lambda read: (
                     sum(count(job.config, lengths(b)).total for b in read.batches) / shared
                 ),
@@ -296,11 +300,18 @@ def evaluate_all(
     return found
 
 
-def save(cfg: Config, state: TrainState, at: int, about: dict[str, Any], ranks: Ranks) -> None:
-    """Write a checkpoint of the state after `at` steps."""
-    assert cfg.run.out is not None
+def saving(
+    cfg: Config, about: dict[str, Any], ranks: Ranks
+) -> AbstractContextManager[Callable[[TrainState, int], None]]:
+    """Make what writes a checkpoint of the state after so many steps."""
+    group = ranks.beside() if cfg.run.save_behind else ranks.group
     meta = {"config": config.to_dict(cfg), "about": about}
-    checkpoint.save(cfg.run.out, at, state, meta, keep=cfg.run.keep, group=ranks.group)
+
+    def save(state: TrainState, at: int) -> None:
+        assert cfg.run.out is not None
+        checkpoint.save(cfg.run.out, at, state, meta, keep=cfg.run.keep, group=group)
+
+    return behind(save, to_host) if cfg.run.save_behind else nullcontext(save)
 
 
 def command(cfg: Config, ranks: Ranks) -> str:

@@ -161,6 +161,8 @@ class Run:
     """Steps between checkpoints; 0 saves at the end only."""
     keep: int = 2
     """Checkpoints that are kept."""
+    save_behind: bool = False
+    """Write checkpoints while steps go on, from a copy of the state on the host."""
     export: bool = True
     """Write the weights as a Hugging Face folder at the end."""
     export_form: Literal["auto", "hub", "transformers", "per_expert"] = "auto"
@@ -183,7 +185,8 @@ class Sharding:
     sequence: bool = True
     """Cut tokens over tp between attention and feed-forward layers: less memory, same traffic."""
     regather: bool = True
-    """Gather weights again backward (ZeRO-3); --sharding.no-regather keeps them (ZeRO-2)."""
+    """Gather weights again backward (ZeRO-3), on one device cast them again;
+    --sharding.no-regather keeps them (ZeRO-2)."""
     prefetch: bool = True
     """Start the next layer's gather before a layer is computed."""
     experts: Literal["exchanged", "gathered", "bounded"] = "exchanged"

@@ -12,7 +12,7 @@ FREE = {
     *(f"sharding.{name}" for name in ("check", "timeout", "experts", "chunks", "room")),
     *(f"run.{name}" for name in ("resume", "out", "verbose", "traceback", "export")),
     *("run.export_form", "model.form"),
-    *(f"run.{name}" for name in ("save_every", "keep", "peak_flops")),
+    *(f"run.{name}" for name in ("save_every", "save_behind", "keep", "peak_flops")),
     *(f"data.{name}" for name in ("eval", "workers", "eval_samples", "answer_tokens")),
 }
 """What may change when a run goes on: nothing that its numbers depend on but by rounding. Ranks,

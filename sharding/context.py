@@ -20,8 +20,8 @@ from torch import Tensor
 from mmfn import tree
 from mmfn.batch import Batch, Media, Segments
 from mmfn.data.pack import bucket
-from mmfn.ops import wide
-from mmfn.sharding.axes import Axis, all_to_all, ppermute
+from mmfn.sharding.axes import Axis, all_to_all
+from mmfn.sharding.ring import around
 
 
 def order(tokens: int, ring: int, ulysses: int) -> Tensor:
@@ -215,43 +215,6 @@ def _exchanged(
 def _around(
     q: Tensor, k: Tensor, v: Tensor, segments: Segments, *, causal: bool, ring: Axis
 ) -> Tensor:
-    """Attend over the keys of all places of the ring, which come round one after the other."""
-    if not causal:
-        raise ValueError("a ring is cut for causal attention")
-    half = len(q) // 2
-    place = order(len(segments.number), ring.size, 1).to(q.device)
-    number = segments.number
-    mine = place[ring.index]
-    both = torch.stack((k, v))
-    # Three sums of each query: the largest score, the weights, and the weighted values.
-    peak = wide(q.new_full(q.shape[:3], -1e30))
-    total = torch.zeros_like(peak)
-    result = wide(torch.zeros_like(q))
-    for step in range(ring.size):
-        if step:
-            both = ppermute(both, ring)
-        source = (ring.index - step) % ring.size
-        # Earlier places: all queries see their first piece; later: the second half sees both.
-        rows = slice(half, None) if source > ring.index else slice(None)
-        keys = slice(None, half) if source < ring.index else slice(None)
-        at, there = mine[rows], place[source][keys]
-        visible = (number[at][:, None] == number[there]) & (at[:, None] >= there)
-        scores = wide(torch.einsum("skgc,tkc->skgt", q[rows], both[0][keys])) * q.shape[-1] ** -0.5
-        scores = scores.masked_fill(~visible[:, None, None, :], -torch.inf)
-        high = torch.maximum(peak[rows], scores.amax(-1)).detach()
-        weights = (scores - high[..., None]).exp()
-        shrink = (peak[rows] - high).exp()
-        more = torch.einsum("skgt,tkc->skgc", weights.to(v.dtype), both[1][keys])
-        new = (
-            high,
-            total[rows] * shrink + weights.sum(-1),
-            result[rows] * shrink[..., None] + more,
-        )
-        if source > ring.index:
-            peak, total, result = (
-                torch.cat((old[:half], part))
-                for old, part in zip((peak, total, result), new, strict=True)
-            )
-        else:
-            peak, total, result = new
-    return (result / total[..., None]).to(q.dtype)
+    """Attend over the keys of all places of the ring."""
+    place = order(len(segments.number), ring.size, 1)
+    return around(q, k, v, segments, causal=causal, ring=ring, place=place)

@@ -147,6 +147,30 @@ def local(stored: Any) -> Any:
     return tree.map(lambda x: x.to_local() if isinstance(x, DTensor) else x, stored)
 
 
+def to_host(stored: Any) -> Any:
+    """Copy a tree to the host, as what it is: each rank its parts."""
+
+    def copy(x: Tensor) -> Tensor:
+        if not isinstance(x, DTensor):
+            return x.detach().to("cpu", copy=True)
+        mesh = x.device_mesh
+        if mesh.device_type != "cpu":
+            # The same ranks; no groups are made, as nothing is sent.
+            mesh = DeviceMesh(
+                "cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False
+            )
+        return DTensor.from_local(
+            x.to_local().detach().to("cpu", copy=True),
+            mesh,
+            x.placements,
+            run_check=False,
+            shape=x.shape,
+            stride=x.stride(),
+        )
+
+    return tree.map(copy, stored)
+
+
 def on_local(step: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
     """Let `step(state, batches) -> (state, metrics)`, which donates, work on local tensors.
 

@@ -21,6 +21,7 @@ from mmfn.sharding import axes
 from mmfn.sharding.axes import Axis
 from mmfn.sharding.layout import Stored
 from mmfn.sharding.mesh import Mesh
+from mmfn.transforms import forgetting
 
 
 @attrs.define(eq=False)
@@ -243,25 +244,6 @@ class _Ahead:
                 self.started.clear()
         return self.again[index]
 
-    def forgetting(self, index: int, values: Sequence[Tensor]) -> Any:
-        """Keep for the backward pass which weight was saved, not the weight."""
-        places = {value.untyped_storage().data_ptr(): n for n, value in enumerate(values)}
-
-        def pack(x: Tensor) -> Any:
-            place = places.get(x.untyped_storage().data_ptr())
-            if place is None or x.numel() == 0:
-                return x
-            return place, x.shape, x.stride(), x.storage_offset()
-
-        def unpack(kept: Any) -> Tensor:
-            if isinstance(kept, Tensor):
-                return kept
-            place, shape, stride, offset = kept
-            weight: Tensor = self.retake(index)[place]
-            return weight.as_strided(shape, stride, offset)
-
-        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
-
 
 def gathering(
     stack: Stack,
@@ -292,7 +274,7 @@ def gathering(
             layer = ahead.take(index)
             if not again or not torch.is_grad_enabled():
                 return block(layer, *rest)
-            with ahead.forgetting(index, tree.leaves(layer)):
+            with forgetting(tree.leaves(layer), lambda: ahead.retake(index)):
                 return block(layer, *rest)
 
         return stack(one, range(len(layers)), x, *args, each=each, keep=keep)

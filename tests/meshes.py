@@ -24,7 +24,13 @@ from mmfn.sharding import mesh as meshes
 from mmfn.sharding import rules as tables
 from mmfn.sharding.experts import bounded, exchanged, gathered
 from mmfn.sharding.parallel import Parallel
-from mmfn.transforms import compile_blocks, compile_step, remat, value_and_grad
+from mmfn.transforms import (
+    compile_blocks,
+    compile_step,
+    keep_choices,
+    remat,
+    value_and_grad,
+)
 
 SMALL = attrs.evolve(
     tiny.CONFIG, layers=2, vision=attrs.evolve(tiny.CONFIG.vision, layers=2, deepstack=(0,))
@@ -61,7 +67,8 @@ class Cell:
     def name(self) -> str:
         """Say in words what is cut, and how."""
         extra = {"fsdp_tp_text": ", tower whole"}.get(self.rules, "")
-        return f"{self.mesh}{' sp' if self.sequence else ''}{extra}"
+        way = f", experts {self.experts}" if self.experts else ""
+        return f"{self.mesh}{' sp' if self.sequence else ''}{extra}{way}"
 
 
 @attrs.frozen
@@ -160,7 +167,8 @@ def composed(on: Parallel, cell: Cell) -> Compute:
     """Compose how a cell is computed."""
     plain = Compute(ops=cpu.OPS if cell.fused else Compute().ops)
     if "remat" in cell.form:
-        plain = attrs.evolve(plain, stack=remat(sequential))
+        policy = keep_choices if cell.experts else None
+        plain = attrs.evolve(plain, stack=remat(sequential, policy))
     if cell.form == "step":
         return on.whole_step(plain)
 

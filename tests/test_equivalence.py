@@ -52,8 +52,28 @@ FORMS = [
 ]
 """How weights come back in the backward pass."""
 
+EXPERTS = [
+    Cell("fsdp=8", experts="exchanged"),
+    Cell("fsdp=8 ep=8", experts="exchanged"),
+    Cell("fsdp=8 ep=2", experts="in two parts"),
+    Cell("fsdp=8 ep=4", experts="gathered"),
+    Cell("dp=2 fsdp=4 ep=4", experts="bounded"),
+    Cell("dp=2 fsdp=4 ep=2", experts="exchanged", form="regather", fused=True),
+    Cell("cp=8 ep=4", experts="in two parts"),
+    Cell("cp=8 ulysses=2 ep=8", experts="exchanged"),
+    Cell("fsdp=4 cp=2 ep=8", experts="gathered"),
+    Cell("fsdp=4 tp=2 ep=4", rules="fsdp_tp", experts="exchanged"),
+    Cell("fsdp=4 tp=2 ep=2", True, "fsdp_tp", experts="bounded"),
+    Cell("fsdp=2 tp=4 ep=2", True, "fsdp_tp_text", experts="gathered", fused=True),
+    Cell("fsdp=2 cp=2 tp=2 ep=4", True, "fsdp_tp", experts="exchanged", form="remat", fused=True),
+    Cell("fsdp=2 cp=2 tp=2 ulysses=1 ep=2", rules="fsdp_tp", experts="in two parts"),
+]
+"""Experts over each part of the data ranks, with all other axes, and each way for tokens to come to
+them; with the balance loss over all ranks."""
+
 UNEVEN = [
     Cell("fsdp=6"),
+    Cell("fsdp=6 ep=2", experts="exchanged"),
     Cell("dp=2 fsdp=3", form="regather", fused=True),
     Cell("fsdp=3 tp=2", True, "fsdp_tp", form="remat"),
     Cell("cp=6 ulysses=3"),
@@ -66,6 +86,7 @@ COMPILED = [
     Cell("fsdp=2 tp=2", True, "fsdp_tp", form="blocks regather", fused=True),
     Cell("cp=4 ulysses=2", form="blocks remat", fused=True),
     Cell("cp=2 tp=2", True, "fsdp_tp", form="blocks", fused=True),
+    Cell("fsdp=4 ep=2", form="blocks", experts="gathered", fused=True),
 ]
 
 STEPS = [
@@ -73,6 +94,8 @@ STEPS = [
     Cell("dp=2", form="step", fused=True),
     Cell("tp=2", True, "fsdp_tp", form="step", fused=True),
     Cell("cp=2 ulysses=1", form="step", fused=True),
+    Cell("fsdp=2 ep=2", form="step", experts="gathered", fused=True),
+    Cell("fsdp=2 ep=2", form="step", experts="bounded", fused=True),
 ]
 
 
@@ -109,6 +132,13 @@ def test_every_mesh_gives_what_one_device_gives() -> None:
     check(cells, run(8, cells))
 
 
+def test_experts_on_every_mesh_give_what_one_device_gives() -> None:
+    """All ways with text and with packed samples, eager."""
+    for start in range(0, len(EXPERTS), 7):
+        cells = [(cell, kind) for cell in EXPERTS[start : start + 7] for kind in ("text", "packed")]
+        check(cells, run(8, cells))
+
+
 def test_ranks_that_divide_nothing_give_what_one_device_gives() -> None:
     """Parts of different sizes, some empty."""
     cells = [(cell, "packed") for cell in UNEVEN]
@@ -137,7 +167,8 @@ def test_inductor_on_a_mesh_gives_what_one_device_gives() -> None:
 @pytest.mark.timeout(0)
 def test_all_cells_and_write_the_page() -> None:
     """Every cell of this file in one table, as `docs/equivalence.md`."""
-    eager = [(cell, kind) for cell in MESHES for kind in DATA] + [(cell, "mixed") for cell in FORMS]
+    eager = [(cell, kind) for cell in (*MESHES, *EXPERTS) for kind in DATA]
+    eager += [(cell, "mixed") for cell in FORMS]
     inductor = Cell("tp=2", True, "fsdp_tp", "blocks", "inductor", fused=True)
     starts = [
         (8, eager),

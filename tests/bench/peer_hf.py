@@ -1,5 +1,7 @@
 """Hugging Face's side: transformers' own Qwen3-VL, padded micro-batches, torch's fused AdamW.
 
+Experts are its grouped products.
+
 `eager` is the model as it is; `compiled` compiles each decoder layer and each vision block, which
 was the quickest of the ways to compile it. Weights, gradients and moments are in the given dtype.
 On several ranks each block, and the model around them, is cut by FSDP2.
@@ -25,10 +27,15 @@ from shapes import (
 )
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
-from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import (
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
+)
 
 
-def config(shape: Shape) -> Qwen3VLConfig:
+def config(shape: Shape) -> Qwen3VLConfig | Qwen3VLMoeConfig:
     """Write a shape as their config."""
     rope = {
         "rope_type": "default",
@@ -61,7 +68,16 @@ def config(shape: Shape) -> Qwen3VLConfig:
         "num_position_embeddings": 2304,
         "deepstack_visual_indexes": list(shape.deepstack),
     }
-    return Qwen3VLConfig(
+    if shape.experts:
+        text |= {
+            "num_experts": shape.experts,
+            "num_experts_per_tok": shape.choices,
+            "moe_intermediate_size": shape.expert_mlp,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+    kind = Qwen3VLMoeConfig if shape.experts else Qwen3VLConfig
+    return kind(
         text_config=text,
         vision_config=tower,
         image_token_id=IMAGE,
@@ -98,9 +114,11 @@ def padded(rows: Sequence[Sample], dtype: torch.dtype) -> dict[str, Tensor]:
 def make(job: worker.Job) -> Callable[[], float]:
     """Build the model and its optimizer; a step is every micro-batch, then one update."""
     torch.manual_seed(job.seed - job.rank)
-    model = Qwen3VLForConditionalGeneration._from_config(
-        config(job.shape), attn_implementation="sdpa", dtype=job.dtype
-    )
+    kind, own = Qwen3VLForConditionalGeneration, {}
+    if job.shape.experts:
+        # Their quickest on a CPU.
+        kind, own = Qwen3VLMoeForConditionalGeneration, {"experts_implementation": "grouped_mm"}
+    model = kind._from_config(config(job.shape), attn_implementation="sdpa", dtype=job.dtype, **own)
     model.train()
     if job.save and job.rank == 0:
         model.save_pretrained(job.folder)

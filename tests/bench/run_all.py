@@ -14,6 +14,8 @@ RUNS = (
     ["--shape", "medium", "--dtype", "bfloat16"],
     ["--shape", "chat", "--dtype", "float32"],
     ["--shape", "chat", "--dtype", "bfloat16"],
+    ["--shape", "medium", "--dtype", "float32", "--experts", "16"],
+    ["--shape", "medium", "--dtype", "bfloat16", "--experts", "16"],
     ["--shape", "medium", "--dtype", "float32", "--ranks", "2"],
     ["--shape", "medium", "--dtype", "bfloat16", "--ranks", "2"],
 )
@@ -33,6 +35,7 @@ def main() -> None:
     for report in reports:
         print(
             f"{report['shape']:8} {report['dtype']:9} ranks {report['ranks']}  "
+            f"experts {report['experts']:2}  "
             f"time {report['ratio']:.3f}  memory {report['ratio_rss']:.3f}  "
             f"(theirs {report['theirs_form']})"
         )

@@ -41,6 +41,11 @@ class Shape:
     conversations: tuple[Conversation, ...]
     rows: int
     """Conversations in a micro-batch, for whoever pads them to one length."""
+    experts: int = 0
+    """Experts of each block; 0 for a dense model."""
+    choices: int = 4
+    """Experts of a token."""
+    expert_mlp: int = 384
 
     @property
     def sections(self) -> tuple[int, int, int]:

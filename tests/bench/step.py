@@ -3,6 +3,7 @@
     python tests/bench/step.py                      medium shape, float32, one thread
     python tests/bench/step.py --dtype bfloat16
     python tests/bench/step.py --shape chat
+    python tests/bench/step.py --experts 16         a mixture of experts
     python tests/bench/step.py --ranks 2            ours on fsdp=2 against theirs with FSDP2, gloo
 
 Each side is a process of its own (or one a rank) that lives through all rounds; in a round each
@@ -163,6 +164,9 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=1, help="each with samples of its own")
+    parser.add_argument("--experts", type=int, default=0, help="experts of each block; 0: dense")
+    parser.add_argument("--top-k", type=int, default=4, help="experts of a token")
+    parser.add_argument("--moe-inter", type=int, default=384, help="inner width of an expert")
     flags = parser.parse_args()
     if flags.steps < 1 or flags.warmup < 1:
         parser.error(f"--steps={flags.steps} and --warmup={flags.warmup} must be at least 1")
@@ -173,6 +177,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         common = ["--shape", flags.shape, "--dtype", flags.dtype, "--seed", str(flags.seed)]
         common += ["--folder", folder]
+        common += ["--experts", *map(str, (flags.experts, flags.top_k, flags.moe_inter))]
         try:
             for form in dict.fromkeys(flags.theirs):
                 own = ["--form", form] if sides else ["--form", form, "--save"]
@@ -205,6 +210,7 @@ def main() -> None:
         "ours_remat": remat,
         "dtype": flags.dtype,
         "shape": flags.shape,
+        "experts": flags.experts,
         "threads": flags.threads,
         "ranks": flags.ranks,
         "steps": flags.steps,

@@ -41,6 +41,10 @@ class Job:
     ranks: int
 
 
+SIZES = ("experts", "choices", "expert_mlp")
+"""Fields of a shape that its flag gives."""
+
+
 def job() -> Job:
     """Read the command line of a side."""
     parser = argparse.ArgumentParser()
@@ -52,6 +56,7 @@ def job() -> Job:
     parser.add_argument("--remat", type=int, default=0)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--experts", type=int, nargs=3, default=(0, 0, 0))
     flags = parser.parse_args()
     torch.set_num_threads(flags.threads)
     dtype = getattr(torch, flags.dtype)
@@ -59,7 +64,7 @@ def job() -> Job:
     if ranks > 1:
         torch.distributed.init_process_group("gloo")
     return Job(
-        shape=SHAPES[flags.shape],
+        shape=attrs.evolve(SHAPES[flags.shape], **dict(zip(SIZES, flags.experts, strict=True))),
         dtype=dtype,
         form=flags.form,
         folder=flags.folder,
