@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from mmfn import tree
 from mmfn.compute import Stack
 from mmfn.ops import Ops
+from mmfn.phase import backward_pass
 
 
 def value_and_grad(fn: Callable[..., Any], *, more: bool = False) -> Callable[..., tuple[Any, Any]]:
@@ -34,7 +35,9 @@ def value_and_grad(fn: Callable[..., Any], *, more: bool = False) -> Callable[..
             flat = [leaf.detach().requires_grad_() for leaf in tree.leaves(params)]
             out = fn(tree.unflatten(params, flat), *args, **kwargs)
             value = out[0] if more else out
-            grads = torch.autograd.grad(value, flat, allow_unused=True, materialize_grads=True)
+            # A compiled step that runs blocks again is told which part is the backward pass.
+            with backward_pass():
+                grads = torch.autograd.grad(value, flat, allow_unused=True, materialize_grads=True)
         return tree.map(torch.Tensor.detach, out), tree.unflatten(params, list(grads))
 
     return run
@@ -117,22 +120,28 @@ def remat(stack: Stack, policy: Policy | None = None, *, first: int | None = Non
         each: Sequence[Any],
         keep: Sequence[int] = (),
     ) -> tuple[Tensor, list[Tensor], list[Any]]:
-        def one(*inputs: Any) -> Any:
-            again, own = inputs[-1]
-            if not again:
-                return block(*inputs[:-1], own)
-            return checkpoint(
-                block,
-                *inputs[:-1],
-                own,
-                use_reentrant=False,
-                preserve_rng_state=False,
-                **options,
-            )
-
         most = len(layers) if first is None else first
         marked = [(index < most, own) for index, own in enumerate(each)]
-        return stack(one, layers, x, *args, each=marked, keep=keep)
+        return stack(
+            # A lambda: checkers of annotations wrap every `def`, and Dynamo would not look inside.
+            lambda *inputs: (
+                checkpoint(
+                    block,
+                    *inputs[:-1],
+                    inputs[-1][1],
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                    **options,
+                )
+                if inputs[-1][0]
+                else block(*inputs[:-1], inputs[-1][1])
+            ),
+            layers,
+            x,
+            *args,
+            each=marked,
+            keep=keep,
+        )
 
     return run
 

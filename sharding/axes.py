@@ -25,6 +25,8 @@ import attrs
 import torch
 from torch import Tensor
 
+from mmfn.phase import in_backward
+
 _collectives = torch.ops._c10d_functional
 
 
@@ -144,6 +146,7 @@ class _Land(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @in_backward
     def backward(ctx: Any, *grads: Any) -> Any:
         return wait(grads[0])
 
@@ -157,6 +160,7 @@ class _Receive(torch.autograd.Function):
         return wait(started)
 
     @staticmethod
+    @in_backward
     def backward(ctx: Any, *grads: Any) -> Any:
         return _send(grads[0], ctx.axis, ctx.got, ctx.sent), None, None, None, None
 
@@ -171,6 +175,7 @@ class _Sum(torch.autograd.Function):
         pass
 
     @staticmethod
+    @in_backward
     def backward(ctx: Any, *grads: Any) -> Any:
         return grads[0], None
 
@@ -185,6 +190,7 @@ class _Vary(torch.autograd.Function):
         ctx.axis = inputs[0]
 
     @staticmethod
+    @in_backward
     def backward(ctx: Any, *grads: Any) -> Any:
         axis, flat = ctx.axis, [grad.flatten() for grad in grads]
         if len(flat) == 1:
@@ -203,6 +209,7 @@ class _Gather(torch.autograd.Function):
         _, ctx.axis, ctx.dim, _ = inputs
 
     @staticmethod
+    @in_backward
     def backward(ctx: Any, *grads: Any) -> Any:
         return _scatter(grads[0], ctx.axis, ctx.dim), None, None, None
 
@@ -218,6 +225,7 @@ class _Scatter(torch.autograd.Function):
         ctx.length = x.shape[ctx.dim]
 
     @staticmethod
+    @in_backward
     def backward(ctx: Any, *grads: Any) -> Any:
         return _gather(grads[0], ctx.axis, ctx.dim, ctx.length), None, None
 
@@ -232,6 +240,7 @@ class _Exchange(torch.autograd.Function):
         _, ctx.axis, ctx.split, ctx.join = inputs
 
     @staticmethod
+    @in_backward
     def backward(ctx: Any, *grads: Any) -> Any:
         return _exchange(grads[0], ctx.axis, ctx.join, ctx.split), None, None, None
 
@@ -246,6 +255,7 @@ class _Shift(torch.autograd.Function):
         _, ctx.axis, ctx.by = inputs
 
     @staticmethod
+    @in_backward
     def backward(ctx: Any, *grads: Any) -> Any:
         return _shift(grads[0], ctx.axis, -ctx.by), None, None
 

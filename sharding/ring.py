@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mmfn.batch import Segments
 from mmfn.ops import wide
+from mmfn.phase import in_backward
 from mmfn.sharding.axes import Axis, ppermute
 
 _ROWS = 256
@@ -83,6 +84,7 @@ class _Ring(torch.autograd.Function):
         return out
 
     @staticmethod
+    @in_backward
     def backward(ctx: Any, *grads: Any) -> Any:
         q, k, v, out, level, number, place = ctx.saved_tensors
         ring, scale = ctx.ring, q.shape[-1] ** -0.5

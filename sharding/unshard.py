@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mmfn import tree
 from mmfn.compute import Stack
+from mmfn.phase import in_backward
 from mmfn.sharding import axes
 from mmfn.sharding.axes import Axis
 from mmfn.sharding.layout import Stored
@@ -61,6 +62,7 @@ class _Unshard(torch.autograd.Function):
         ctx.dtype = flat.dtype
 
     @staticmethod
+    @in_backward
     def backward(ctx: Any, *grads: Any) -> Any:
         grad = grads[0].flatten().to(ctx.dtype)
         if ctx.traffic is None:

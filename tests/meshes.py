@@ -28,6 +28,7 @@ from mmfn.transforms import (
     compile_blocks,
     compile_step,
     keep_choices,
+    keep_choices_in_graph,
     remat,
     value_and_grad,
 )
@@ -57,7 +58,7 @@ class Cell:
     sequence: bool = False
     rules: str = "fsdp"
     form: str = "eager"
-    """eager, regather, remat, blocks, blocks regather, blocks remat or step."""
+    """eager, regather, remat, blocks, blocks regather, blocks remat, step or step remat."""
     backend: str = "aot_eager"
     fused: bool = False
     experts: str = ""
@@ -167,9 +168,10 @@ def composed(on: Parallel, cell: Cell) -> Compute:
     """Compose how a cell is computed."""
     plain = Compute(ops=cpu.OPS if cell.fused else Compute().ops)
     if "remat" in cell.form:
-        policy = keep_choices if cell.experts else None
+        keep = keep_choices_in_graph if "step" in cell.form else keep_choices
+        policy = keep if cell.experts else None
         plain = attrs.evolve(plain, stack=remat(sequential, policy))
-    if cell.form == "step":
+    if "step" in cell.form:
         return on.whole_step(plain)
 
     def compiled(stack: Any) -> Any:
@@ -215,7 +217,7 @@ def compare(cell: Cell, kind: str, world: int) -> Result:
     on = on_mesh(cell.mesh, world, cfg, cell.rules, sequence=cell.sequence, experts=cell.experts)
     compute = composed(on, cell)
     total = value_and_grad(on.loss(lambda p, b: loss(p, b, cfg, compute)))
-    if cell.form == "step":
+    if "step" in cell.form:
         total = compile_step(total, backend=cell.backend)
     ranks = on.mesh.sizes.data
     mine = local(on, tiny.params(cfg, torch.float64))

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 import tiny
@@ -16,23 +17,35 @@ from mmfn.data.encoded import Encoded, Run
 from mmfn.kernels import cpu
 from mmfn.models import qwen3_vl
 from mmfn.train import TrainState, make_step, start
-from mmfn.transforms import compile_blocks, compile_step, remat, value_and_grad
+from mmfn.transforms import (
+    compile_blocks,
+    compile_step,
+    keep_choices_in_graph,
+    remat,
+    value_and_grad,
+)
 
 pytestmark = pytest.mark.usefixtures("no_shape_checks")
 
 
-def optimizer() -> optim.Optimizer:
+def optimizer(cfg: qwen3_vl.Config = tiny.CONFIG) -> optim.Optimizer:
     """Clip and fused AdamW, with a schedule."""
-    groups = optim.groups(qwen3_vl.abstract(tiny.CONFIG), decay=0.1)
+    groups = optim.groups(qwen3_vl.abstract(cfg), decay=0.1)
     return optim.chain(
         optim.clip_by_global_norm(1.0),
         optim.adamw(schedules.cosine(1e-3, 100, 10), groups=groups, kernel=cpu.adamw_),
     )
 
 
-def step_of(compute: Compute) -> Callable[[TrainState, Sequence[Any]], Any]:
-    """Make a training step of the tiny model."""
-    return make_step(lambda p, b: qwen3_vl.loss(p, b, tiny.CONFIG, compute), optimizer())
+def step_of(
+    compute: Compute, cfg: qwen3_vl.Config = tiny.CONFIG
+) -> Callable[[TrainState, Sequence[Any]], Any]:
+    """Make a training step of a tiny model, with the balance of experts if it has any."""
+    return make_step(
+        lambda p, b: qwen3_vl.losses_of(p, b, cfg, compute, balance=0.01),
+        optimizer(cfg),
+        report=qwen3_vl.report(cfg),
+    )
 
 
 def varied(seed: int) -> Any:
@@ -62,16 +75,23 @@ FUSED = Compute(ops=cpu.OPS)
 NARROW = Compute(ops=cpu.OPS, dtype=torch.bfloat16, stack=remat(sequential))
 
 
+CHOSEN = Compute(ops=cpu.OPS, stack=remat(sequential, keep_choices_in_graph))
+
+
 @pytest.mark.parametrize(
-    ("compute", "batches"), [(FUSED, 20), (NARROW, 3)], ids=["float32", "bfloat16 recomputed"]
+    ("cfg", "compute", "batches"),
+    [(tiny.CONFIG, FUSED, 20), (tiny.CONFIG, NARROW, 3), (tiny.MOE, CHOSEN, 3)],
+    ids=["float32", "bfloat16 recomputed", "experts recomputed"],
 )
-def test_the_step_is_one_graph_and_gives_the_same_numbers(compute: Compute, batches: int) -> None:
+def test_the_step_is_one_graph_and_gives_the_same_numbers(
+    cfg: qwen3_vl.Config, compute: Compute, batches: int
+) -> None:
     """Batches of different pictures and lengths: `fullgraph`, at most two recompilations."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    compiled = compile_step(step_of(compute), backend="aot_eager")
-    eager = step_of(compute)
-    states = [start(tiny.params(), optimizer()) for _ in range(2)]
+    compiled = compile_step(step_of(compute, cfg), backend="aot_eager")
+    eager = step_of(attrs.evolve(compute, stack=sequential) if cfg.experts else compute, cfg)
+    states = [start(tiny.params(cfg), optimizer(cfg)) for _ in range(2)]
     for seed in range(batches):
         found = []
         for index, step in enumerate((compiled, eager)):

@@ -272,6 +272,13 @@ def test_a_signal_ends_the_run_after_its_step(number: signal.Signals, tmp_path: 
         (["--data.row-tokens", "0"], "--data.row-tokens=0 is less than 2"),
         (["--data.min-pixels", "0"], "--data.min-pixels=0 is less than 1"),
         (["--mesh", "fsdp=2"], "mesh 'fsdp=2' has 2 ranks; there are 1"),
+        (["--train.balance", "0.1"], "--train.balance=0.1 has no effect without experts"),
+        (["--model.form", "hub"], "--model.form=hub has no effect without --model.path"),
+        (["--sharding.chunks", "2"], "--sharding.chunks=2 have no effect without ep"),
+        (["--sharding.experts", "gathered"], "--sharding.experts=gathered and"),
+        (["--sharding.room", "0"], "--sharding.room=0.0 is not positive"),
+        (["--model.experts", "-1"], "--model.experts=-1 is less than 0"),
+        (["--sharding.check", "--run.compile", "step"], "--sharding.check compares calls"),
         (
             ["--data.max-tokens", "5000"],
             "--data.max-tokens=5000 is more than --data.row-tokens=1024",

@@ -175,3 +175,33 @@ def test_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
     assert time.monotonic() - start < 60
     assert process.returncode != 0
     assert "Signal 9 (SIGKILL)" in said
+
+
+def test_experts_over_ranks_train_as_experts_on_each(tmp_path: Path) -> None:
+    """Whatever way tokens go, and then on another mesh: losses, loads and balance; what finds no
+    room ends the run before it changes a weight."""
+    common = [*SMALL, "--model.experts", "4", "--train.balance", "0.05", "--train.steps", "3",
+              "--train.accumulate", "2", "--run.no-export"]  # fmt: skip
+    run(2, *common, "--run.out", str(tmp_path / "a"), "--run.save-every", "2", "--run.save-behind")
+    whole, _ = log.read(tmp_path / "a")
+    for way in ("exchanged", "gathered"):
+        words = ["--mesh", "fsdp=2 ep=2", "--sharding.experts", way, "--run.out"]
+        run(2, *common, *words, str(tmp_path / way))
+        steps, _ = log.read(tmp_path / way)
+        for key in ("loss", "balance", "load_max"):
+            found = [line[key] for line in steps]
+            assert found == pytest.approx([line[key] for line in whole], rel=2e-3), (way, key)
+        assert steps[0]["load"] == whole[0]["load"]
+        assert sum(steps[0]["load"]) == steps[0]["tokens"] * 2 * 4
+
+    shutil.rmtree(tmp_path / "a" / "checkpoints" / "step-00000003")
+    words = ["--mesh", "cp=2 ep=2", "--data.rows", "2", "--run.out", str(tmp_path / "a")]
+    run(2, *common, *words, "--run.resume")
+    after, _ = log.read(tmp_path / "a")
+    assert [line["loss"] for line in after] == pytest.approx(
+        [line["loss"] for line in whole], rel=2e-3
+    )
+
+    words = ["--mesh", "fsdp=2 ep=2", "--sharding.experts", "bounded", "--sharding.room", "0.4"]
+    said = run(2, *common, *words, "--run.out", str(tmp_path / "b"), code=1)
+    assert re.search(r"rank \d: \d+ choices of experts found no room in step 1", said)

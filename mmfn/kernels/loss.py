@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mmfn.ops import Pieces, wide
 from mmfn.ops import cross_entropy as definition
+from mmfn.phase import in_backward
 
 _PIECE = 8192
 """Entries of the vocabulary at a time. Measured on a CPU, forward and backward of 1,024 rows of 512
@@ -58,6 +59,7 @@ class _CrossEntropy(torch.autograd.Function):
         return ((level.squeeze(-1) - picked) * weights).sum()
 
     @staticmethod
+    @in_backward
     def backward(ctx: Any, *grads: Any) -> Any:
         x, head, targets, weights, level, *logits = ctx.saved_tensors
         scale = weights * grads[0]
@@ -104,6 +106,7 @@ class _InChunks(torch.autograd.Function):
         return torch.stack(values).sum()
 
     @staticmethod
+    @in_backward
     def backward(ctx: Any, *grads: Any) -> Any:
         dx, *dhead = ctx.saved_tensors
         own = torch.cat([(each * grads[0]).to(ctx.dtype) for each in dhead]) if dhead else None

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mmfn.ops import wide
+from mmfn.phase import in_backward
 
 
 def _places(order: Tensor) -> Tensor:
@@ -33,6 +34,7 @@ class _Permute(torch.autograd.Function):
         return x[order // choices]
 
     @staticmethod
+    @in_backward
     def backward(ctx: Any, *grads: Any) -> Any:
         (order,) = ctx.saved_tensors
         return _summed(grads[0], order, ctx.choices), None, None
@@ -46,6 +48,7 @@ class _Unpermute(torch.autograd.Function):
         return (rows * weight[..., None]).sum(1).to(y.dtype)
 
     @staticmethod
+    @in_backward
     def backward(ctx: Any, *grads: Any) -> Any:
         y, order, weight = ctx.saved_tensors
         spread = wide(grads[0][order // weight.shape[1]])

@@ -32,8 +32,9 @@ HERE = Path(__file__).parent
 CLOSE = {"float32": 1e-4, "bfloat16": 1e-2}
 """Relative difference of losses; a bfloat16 has 8 bits, and a loss is a mean of many."""
 
-REMAT = {"float32": 4, "bfloat16": 0}
-"""Layers that are run again backward: float32 has time to spare for memory."""
+REMAT = {("float32", False): 4, ("float32", True): 7}
+"""Layers that are run again backward, of a dense model or one of experts, where that is not 0:
+float32 has time to spare for memory."""
 
 
 class Side:
@@ -160,7 +161,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=3, help="steps before them")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument(
-        "--remat", type=int, help="layers that we run again backward; 4 in float32, 0 in bfloat16"
+        "--remat", type=int, help="layers that we run again backward; by default REMAT"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=1, help="each with samples of its own")
@@ -182,7 +183,8 @@ def main() -> None:
             for form in dict.fromkeys(flags.theirs):
                 own = ["--form", form] if sides else ["--form", form, "--save"]
                 sides.append(Side(f"theirs, {form}", "peer_hf.py", common + own, *sizes))
-            remat = REMAT[flags.dtype] if flags.remat is None else flags.remat
+            usual = REMAT.get((flags.dtype, flags.experts > 0), 0)
+            remat = usual if flags.remat is None else flags.remat
             own = ["--form", flags.ours, "--remat", str(remat)]
             sides.append(Side(f"ours, {flags.ours}", "ours.py", common + own, *sizes))
             results = compare(sides, flags.warmup, flags.steps)
