@@ -189,11 +189,14 @@ class Sharding:
     --sharding.no-regather keeps them (ZeRO-2)."""
     prefetch: bool = True
     """Start the next layer's gather before a layer is computed."""
-    experts: Literal["exchanged", "gathered", "bounded"] = "exchanged"
-    """How tokens come to experts of other ranks (ep): as many rows as there are; all tokens to all
-    ranks, better where ep is below the experts of a token; or a fixed number of rows."""
+    experts: Literal["exchanged", "balanced", "gathered", "bounded"] = "exchanged"
+    """How tokens come to experts of other ranks (ep): as many rows as there are; the same with
+    copies of the fullest experts on idle ranks; all tokens to all ranks, better where ep is below
+    the experts of a token; or a fixed number of rows."""
     chunks: int = 1
     """Parts in which they are exchanged, so that one is computed while the next is on its way."""
+    slots: int = 2
+    """Copies on a rank at most, for `balanced`."""
     room: float = 2.0
     """Rows of `bounded`, in times those of an even routing; a step that needs more ends the run."""
     check: bool = False
@@ -297,6 +300,7 @@ def _check(cfg: Config) -> None:
         "--run.seed": (run.seed, 0),
         "--sharding.timeout": (cfg.sharding.timeout, 1),
         "--sharding.chunks": (cfg.sharding.chunks, 1),
+        "--sharding.slots": (cfg.sharding.slots, 1),
         "--model.experts": (cfg.model.experts, 0),
         "--train.balance": (train.balance, 0),
         "--optimizer.lr": (own.lr, 0),

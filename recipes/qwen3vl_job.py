@@ -30,7 +30,7 @@ from mmfn.report import Shown
 from mmfn.sharding import parallel as parallels
 from mmfn.sharding import rules as tables
 from mmfn.sharding.axes import Axis
-from mmfn.sharding.experts import bounded, exchanged, gathered
+from mmfn.sharding.experts import balanced, bounded, exchanged, gathered
 from mmfn.sharding.mesh import Mesh
 from mmfn.sharding.parallel import Parallel
 
@@ -89,13 +89,14 @@ def parallel(cfg: Config, job: Job, mesh: Mesh) -> Parallel:
                 f"--sharding.experts={own.experts} and --sharding.chunks={own.chunks} have no "
                 f"effect without ep in --mesh"
             )
-    elif cfg.run.compile == "step" and cfg.sharding.experts == "exchanged":
+    elif cfg.run.compile != "none" and cfg.sharding.experts in ("exchanged", "balanced"):
         raise ValueError(
-            "--run.compile=step needs static shapes, --sharding.experts=gathered or bounded; "
-            "exchanged waits for numbers of rows"
+            f"--run.compile={cfg.run.compile} needs static shapes, --sharding.experts=gathered or "
+            f"bounded; {cfg.sharding.experts} waits for numbers of rows"
         )
     experts: dict[str, Callable[[Axis], Experts]] = {
         "exchanged": partial(exchanged, chunks=cfg.sharding.chunks),
+        "balanced": partial(balanced, slots=cfg.sharding.slots),
         "gathered": gathered,
         "bounded": partial(bounded, room=cfg.sharding.room),
     }

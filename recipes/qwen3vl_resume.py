@@ -9,7 +9,7 @@ from mmfn.recipes.qwen3vl_config import Config
 FREE = {
     *("mesh", "data.rows", "train.accumulate"),
     *(f"sharding.{name}" for name in ("rules", "sequence", "regather", "prefetch")),
-    *(f"sharding.{name}" for name in ("check", "timeout", "experts", "chunks", "room")),
+    *(f"sharding.{name}" for name in ("check", "timeout", "experts", "chunks", "slots", "room")),
     *(f"run.{name}" for name in ("resume", "out", "verbose", "traceback", "export")),
     *("run.export_form", "model.form"),
     *(f"run.{name}" for name in ("save_every", "save_behind", "keep", "peak_flops")),

@@ -1,7 +1,8 @@
 """Expert parallelism: tokens go to the ranks that hold the experts they chose, and come back.
 
 Each is made for an axis, and is an `mmfn.experts.Experts`. `exchanged` sends each token to the
-ranks that need it, as many rows as there are; `gathered` gives every rank all tokens; `bounded`
+ranks that need it, as many rows as there are; `balanced` does so after copies of the experts that
+have most were sent to ranks that have least; `gathered` gives every rank all tokens; `bounded`
 sends as many rows to each rank whatever is routed, so that shapes are static.
 
 Gradients are exact as they are: an expert sees the tokens of all ranks of the axis, losses are
@@ -12,17 +13,19 @@ Source: Lepikhin et al. 2020, arXiv:2006.16668 (all-to-all); Gale et al. 2022, a
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import attrs
+import numpy as np
 import torch
 from torch import Tensor
 
 from mmfn import ops as op
+from mmfn import tree
 from mmfn.experts import Apply, Experts, here
-from mmfn.sharding import axes
+from mmfn.sharding import axes, balance
 from mmfn.sharding.axes import Axis
 
 
@@ -79,17 +82,26 @@ def _exchanged(
     for n in range(len(sorts)):
         if n + 1 < len(sorts):
             ways.append(start(n + 1))
-        way = ways[n]
-        by = way.number.argsort(stable=True)
-        y = apply(weights, ops.permute(way.rows(), by, 1), way.counts)
-        back.append(axes.send_rows(ops.permute(y, by.argsort(), 1), axis, way.got, way.sent))
-    results = []
-    for way, rows, own in zip(ways, back, parts[2], strict=True):
-        y = rows()
-        # Choices that are none were sent nowhere.
-        filled = torch.cat((y, y.new_zeros(len(way.order) - len(y), y.shape[1])))
-        results.append(ops.unpermute(filled, way.order, own))
+        back.append(_compute(apply, weights, ways[n], ops, axis))
+    results = [
+        _receive(way, rows(), own, ops) for way, rows, own in zip(ways, back, parts[2], strict=True)
+    ]
     return torch.cat(results), None
+
+
+def _compute(
+    apply: Apply, weights: Any, way: _Sent, ops: op.Ops, axis: Axis
+) -> Callable[[], Tensor]:
+    """Apply the experts that are here to the rows that came, and begin to send the results."""
+    by = way.number.argsort(stable=True)
+    y = apply(weights, ops.permute(way.rows(), by, 1), way.counts)
+    return axes.send_rows(ops.permute(y, by.argsort(), 1), axis, way.got, way.sent)
+
+
+def _receive(way: _Sent, y: Tensor, weight: Tensor, ops: op.Ops) -> Tensor:
+    """Sum the results of each token's choices; those that are none were sent nowhere."""
+    filled = torch.cat((y, y.new_zeros(len(way.order) - len(y), y.shape[1])))
+    return ops.unpermute(filled, way.order, weight)
 
 
 def _send(
@@ -113,6 +125,52 @@ def _send(
         number.repeat_interleave(theirs.flatten(), output_size=sum(got)),
         theirs.sum(0),
     )
+
+
+def balanced(axis: Axis, *, slots: int) -> Experts:
+    """Send each token as `exchanged` does, some of them to copies of experts on other ranks.
+
+    Up to `slots` copies on a rank, planned anew in each layer by `mmfn.sharding.balance`. Their
+    weights are sent before the tokens, and their gradients come back. The counts of all ranks are
+    waited for on the host, once a layer.
+    """
+    if slots < 1:
+        raise ValueError(f"slots={slots} is below 1")
+    return partial(_balanced, axis=axis, slots=slots) if axis.size > 1 else here
+
+
+def _balanced(
+    apply: Apply,
+    weights: Any,
+    x: Tensor,
+    expert: Tensor,
+    weight: Tensor,
+    *,
+    experts: int,
+    ops: op.Ops,
+    axis: Axis,
+    slots: int,
+) -> tuple[Tensor, None]:
+    order, counts = op.by_expert(expert, experts)
+    # The one wait for the device: the counts of all ranks.
+    every = axes.wait(axes.start_gather(counts, axis)).view(axis.size, experts).cpu().numpy()
+    way = balance.route(balance.plan(every, slots), every, axis.index)
+
+    def on_device(values: balance.Ints) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(x.device)
+
+    borrow = [
+        (leaf, axes.send_rows(leaf.flatten(1)[on_device(way.lent)], axis, *lent))
+        for lent in [(way.lent_to, way.borrowed_from)]
+        for leaf in tree.leaves(weights)
+    ]
+    order = torch.cat((order[on_device(way.rows)], order[len(way.rows) :]))
+    got = way.theirs.sum(1).tolist()
+    sent = _send(ops, x, order, expert.shape[1], axis, on_device(way.theirs), way.sent, got)
+    place = on_device(way.borrowed)
+    both = [torch.cat((leaf, rows()[place].unflatten(1, leaf.shape[1:]))) for leaf, rows in borrow]
+    back = _compute(apply, tree.unflatten(weights, both), sent, ops, axis)
+    return _receive(sent, back(), weight, ops), None
 
 
 def gathered(axis: Axis) -> Experts:
@@ -200,7 +258,3 @@ def _bounded(
     source = (rank * size + offset).clamp(max=len(y) - 1)
     y = torch.where(valid[:, None], y[source], 0.0)
     return ops.unpermute(y, order, weight), counts.sum() - kept.sum()
-
-
-KINDS: Sequence[str] = ("exchanged", "gathered", "bounded")
-"""Names on a command line."""

@@ -22,7 +22,7 @@ from mmfn.models import moe, qwen3_vl
 from mmfn.sharding import context, parallel, simulate
 from mmfn.sharding import mesh as meshes
 from mmfn.sharding import rules as tables
-from mmfn.sharding.experts import bounded, exchanged, gathered
+from mmfn.sharding.experts import balanced, bounded, exchanged, gathered
 from mmfn.sharding.parallel import Parallel
 from mmfn.transforms import (
     compile_blocks,
@@ -95,6 +95,7 @@ EXPERTS = {
     "": exchanged,
     "exchanged": exchanged,
     "in two parts": partial(exchanged, chunks=2),
+    "balanced": partial(balanced, slots=2),
     "gathered": gathered,
     "bounded": partial(bounded, room=4.0),
     "half": partial(bounded, room=0.5),

@@ -57,6 +57,7 @@ EXPERTS = [
     Cell("fsdp=8 ep=8", experts="exchanged"),
     Cell("fsdp=8 ep=2", experts="in two parts"),
     Cell("fsdp=8 ep=4", experts="gathered"),
+    Cell("fsdp=8 ep=4", experts="balanced"),
     Cell("dp=2 fsdp=4 ep=4", experts="bounded"),
     Cell("dp=2 fsdp=4 ep=2", experts="exchanged", form="regather", fused=True),
     Cell("cp=8 ep=4", experts="in two parts"),
@@ -66,7 +67,7 @@ EXPERTS = [
     Cell("fsdp=4 tp=2 ep=2", True, "fsdp_tp", experts="bounded"),
     Cell("fsdp=2 tp=4 ep=2", True, "fsdp_tp_text", experts="gathered", fused=True),
     Cell("fsdp=2 cp=2 tp=2 ep=4", True, "fsdp_tp", experts="exchanged", form="remat", fused=True),
-    Cell("fsdp=2 cp=2 tp=2 ulysses=1 ep=2", rules="fsdp_tp", experts="in two parts"),
+    Cell("fsdp=2 cp=2 tp=2 ulysses=1 ep=2", rules="fsdp_tp", experts="balanced", fused=True),
 ]
 """Experts over each part of the data ranks, with all other axes, and each way for tokens to come to
 them; with the balance loss over all ranks."""
