@@ -273,9 +273,10 @@ def evaluate_all(
     if held_out is None:
         return []
     params = on.layout.bind(local(whole(state)))
+    every = on.measuring(compute)
     metrics: dict[str, float] = {
         "eval/loss": evaluate.mean_loss(
-            lambda batch: on.total(qwen3_vl.loss(params, place(cut(batch)), job.config, compute)),
+            lambda batch: on.total(qwen3_vl.loss(params, place(cut(batch)), job.config, every)),
             held_out.loader.steps(),
         )
     }

@@ -106,6 +106,7 @@ def parallel(cfg: Config, job: Job, mesh: Mesh) -> Parallel:
         rules,
         sequence=cfg.sharding.sequence,
         experts=experts[cfg.sharding.experts],
+        dropless=gathered if cfg.sharding.experts == "bounded" else None,
     )
 
 

@@ -40,6 +40,8 @@ class Parallel:
     """Whether tokens are cut over tp between blocks."""
     experts: Callable[[Axis], Experts] = exchanged
     """How tokens come to experts that are cut over an axis."""
+    dropless: Callable[[Axis], Experts] = exchanged
+    """How they do where nothing may be left out and nobody would see it: in evaluations."""
 
     def compute(
         self,
@@ -78,11 +80,17 @@ class Parallel:
             total=self.total,
         )
 
-    def answering(self, compute: Compute) -> Compute:
-        """Make that for decoding: each rank reads whole rows."""
+    def measuring(self, compute: Compute) -> Compute:
+        """Make that for evaluations: nothing is left out."""
         if self.mesh.sizes.world == 1:
             return compute
-        return attrs.evolve(compute, text=regions.Cut(self.mesh.tp))
+        return attrs.evolve(compute, experts=self.dropless(self.mesh.ep))
+
+    def answering(self, compute: Compute) -> Compute:
+        """Make that for decoding: each rank reads whole rows, and nothing is left out."""
+        if self.mesh.sizes.world == 1:
+            return compute
+        return attrs.evolve(self.measuring(compute), text=regions.Cut(self.mesh.tp))
 
     def loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
         """Let a loss of (params, batch, ...) take the local tensors of a rank."""
@@ -117,6 +125,7 @@ def make(
     *,
     sequence: bool = False,
     experts: Callable[[Axis], Experts] = exchanged,
+    dropless: Callable[[Axis], Experts] | None = None,
 ) -> Parallel:
     """Put a model on a mesh.
 
@@ -140,7 +149,8 @@ def make(
         raise ValueError(
             f"the mesh has ep={ep}, but the rules give experts to {rules.get('expert')!r}"
         )
-    return Parallel(mesh, layout.make(abstract, mesh, rules), rules, sequence, experts)
+    where = layout.make(abstract, mesh, rules)
+    return Parallel(mesh, where, rules, sequence, experts, dropless or experts)
 
 
 def check(rules: Rules, mesh: Mesh) -> None:
