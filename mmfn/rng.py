@@ -38,9 +38,15 @@ def uniform(seed: int, index: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     return _shift(bits(seed, index), 40).float() * 2**-24
 
 
-def normal(seed: int, index: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Give a standard normal float32 for each index, one of 65,536 quantiles within 4.33."""
-    return _quantiles().to(index.device)[_shift(bits(seed, index), 64 - _TABLE_BITS)]
+def normal(
+    seed: int, index: Int[Tensor, "*shape"], table: Float[Tensor, " entries"] | None = None
+) -> Float[Tensor, "*shape"]:
+    """Give a standard normal float32 for each index, one of 65,536 quantiles within 4.33.
+
+    Who calls it often makes the `table` once, by `quantiles`.
+    """
+    entries = quantiles() if table is None else table
+    return entries.to(index.device)[_shift(bits(seed, index), 64 - _TABLE_BITS)]
 
 
 def flat_index(shape: Sequence[int], part: Sequence[slice]) -> Int[Tensor, "..."]:
@@ -52,7 +58,8 @@ def flat_index(shape: Sequence[int], part: Sequence[slice]) -> Int[Tensor, "..."
     return index
 
 
-def _quantiles() -> Tensor:
+def quantiles() -> Float[Tensor, " entries"]:
+    """Make the table of normal quantiles."""
     place = torch.arange(2**_TABLE_BITS, dtype=torch.float64)
     table: Tensor = torch.special.ndtri((place + 0.5) / 2**_TABLE_BITS)
     return table.float()

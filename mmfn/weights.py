@@ -33,6 +33,10 @@ DTYPES: Mapping[str, torch.dtype] = {
 """Names of dtypes in safetensors files, of those that weights are read from and written in."""
 
 
+READ_VALUES = 2**24
+"""Values of a tensor that are read at a time."""
+
+
 @attrs.frozen
 class Entry:
     """A tensor in a file: what the header says of it."""
@@ -65,10 +69,10 @@ def load(
 ) -> Any:
     """Read published weights into a tree like `abstract`, each leaf in `dtype`.
 
-    `place` says which part of a leaf is read here and how it is wrapped. One tensor is held in
-    the dtype of the file at a time. Where a leaf's own key is absent, one of its copies is read;
-    where both are there, they must be equal. Leaves that have several forms are read in the one
-    that all of the folder are in, or in `form`.
+    `place` says which part of a leaf is read here and how it is wrapped. Some rows of one tensor
+    are held in the dtype of the file at a time. Where a leaf's own key is absent, one of its copies
+    is read; where both are there, they must be equal. Leaves that have several forms are read in
+    the one that all of the folder are in, or in `form`.
 
     Raises:
         ValueError: no such folder or no safetensors in it, a damaged file, an index that points
@@ -91,8 +95,7 @@ def load(
                 part, wrap = places[index]
                 if values[index] is None:
                     values[index] = _room(leaves[index].param, part, dtype)
-                value = _fill(values[index], reader, leaves[index].param, piece, part)
-                if not bool(value.isfinite().all()):
+                if not _fill(values[index], reader, leaves[index].param, piece, part):
                     raise ValueError(f"{file}: {piece.key} has values that are not finite")
                 left[index] -= 1
                 if not left[index]:
@@ -245,22 +248,30 @@ def _room(leaf: Param, part: Part, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
-def _fill(value: Tensor, reader: Any, leaf: Param, piece: Piece, part: Part) -> Tensor:
-    """Copy what a tensor holds of a part of a leaf there; gives the place, which may be empty."""
+def _fill(value: Tensor, reader: Any, leaf: Param, piece: Piece, part: Part) -> bool:
+    """Copy what a tensor holds of a part of a leaf there; gives whether all of it is finite."""
     kept = [range(*cut.indices(size)) for cut, size in zip(part, leaf.shape, strict=True)]
     if any(entry not in kept[dim] for dim, entry in piece.at):
-        return value[:0]
+        return True
     value = piece.view(value, {dim: kept[dim].index(entry) for dim, entry in piece.at})
-    if value.numel():
-        mine = [kept[dim] for dim in piece.dims]
+    if not value.numel():
+        return True
+    finite, lazy = True, reader.get_slice(piece.key)
+    first, *others = (kept[dim] for dim in piece.dims)
+    # Rows at a time: what is read is a copy in the dtype of the file.
+    rows = max(1, READ_VALUES // value[0].numel())
+    for start in range(0, len(first), rows):
+        mine = [first[start : start + rows], *others]
         cuts, shape, rest = [], [], []
         for axes in piece.fused:
             cut, sizes, after = _cut([mine[a] for a in axes], [piece.shape[a] for a in axes])
             cuts.append(cut)
             shape += sizes
             rest += after
-        value.copy_(reader.get_slice(piece.key)[tuple(cuts)].reshape(shape)[tuple(rest)])
-    return value
+        here = value[start : start + rows]
+        here.copy_(lazy[tuple(cuts)].reshape(shape)[tuple(rest)])
+        finite = finite and bool(here.isfinite().all())
+    return finite
 
 
 def _cut(kept: list[range], sizes: list[int]) -> tuple[slice, list[int], list[slice]]:
@@ -291,8 +302,8 @@ def _check_copies(
         parts = []
         for piece in (*leaf.pieces, *leaf.copies) if leaf.copies else ():
             with _reading(found[piece.key].file) as reader:
-                room = _room(leaf.param, part, dtype)
-                parts.append(_fill(room, reader, leaf.param, piece, part))
+                parts.append(_room(leaf.param, part, dtype))
+                _fill(parts[-1], reader, leaf.param, piece, part)
         for piece, other in zip(leaf.copies, parts[1:], strict=True):
             if not torch.equal(parts[0], other):
                 raise ValueError(

@@ -123,8 +123,11 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
         weights.load(qwen3_vl.abstract(cfg), tmp_path / "a")
 
 
-def test_a_part_of_the_experts_is_read_from_every_form(tmp_path: Path) -> None:
-    """What a rank holds: some experts, some channels."""
+def test_a_part_of_the_experts_is_read_from_every_form(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a rank holds: some experts, some channels; read some rows at a time."""
+    monkeypatch.setattr(weights, "READ_VALUES", 700)
     cfg = config(24)
     abstract = qwen3_vl.abstract(cfg)
     whole = tiny.params(cfg)
