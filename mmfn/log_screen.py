@@ -141,6 +141,8 @@ def facts(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("data wait", share(waited[0] / waited[1]) if known else ""),
         ("memory", size(metrics["memory_bytes"])),
     ]
+    if "load_max" in metrics:
+        said.append(("fullest expert", f"{number(metrics['load_max'])} x the mean"))
     return [(name, value) for name, value in said if value]
 
 

@@ -99,6 +99,12 @@ def charts(
     held_out = [attrs.evolve(measured(k), name="held-out") for k in keys if k == "eval/loss"]
     peak = max((s["memory_bytes"] or 0 for s in steps), default=0)
     memory, unit = (2**30, "GiB") if peak >= 2**30 else (2**20, "MiB")
+    experts = []
+    if any("load_max" in step for step in steps):
+        experts = [
+            Chart("Fullest expert", "x the mean", [line("worst layer", "load_max", smooth=True)]),
+            Chart("Balance loss", "", [line("before its weight", "balance", smooth=True)]),
+        ]
     return [
         Chart(
             "Loss", "nats a token", [line("training", "loss", smooth=True), *held_out], lost=lost
@@ -123,6 +129,7 @@ def charts(
         ),
         Chart("Memory", unit, [line("in use", "memory_bytes", memory)], zero=True),
         Chart("Model FLOPs utilisation", "%", [line("mfu", "mfu", 0.01, smooth=True)], zero=True),
+        *experts,
     ]
 
 

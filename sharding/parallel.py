@@ -159,6 +159,9 @@ def check(rules: Rules, mesh: Mesh) -> None:
     Raises:
         ValueError: names the axes.
     """
+    for axis, target in rules.items():
+        if axis != "expert" and "ep" in ((target,) if isinstance(target, str) else target):
+            raise ValueError(f"axis {axis!r} goes to ep; expert can")
     cut = {axis for axis, target in rules.items() if target == "tp"}
     heads = {"groups" if axis == "kv_heads" and "groups" in cut else axis for axis in TEXT}
     if unknown := sorted(cut - heads - set(TOWER)):

@@ -92,13 +92,13 @@ COMPILED = [
 
 STEPS = [
     Cell("fsdp=2", form="step", fused=True),
-    Cell("dp=2", form="step", fused=True),
     Cell("tp=2", True, "fsdp_tp", form="step", fused=True),
     Cell("cp=2 ulysses=1", form="step", fused=True),
     Cell("fsdp=2 ep=2", form="step remat", experts="gathered", fused=True),
 ]
 
 MORE_STEPS = [
+    Cell("dp=2", form="step", fused=True),
     Cell("fsdp=2 ep=2", form="step", experts="gathered", fused=True),
     Cell("fsdp=2 ep=2", form="step", experts="bounded", fused=True),
     Cell("tp=2", True, "fsdp_tp", form="step remat", fused=True),
@@ -221,6 +221,10 @@ rows; only the sum over ranks has an order of its own. `sp` cuts tokens over tp 
 compiled, with the collectives in the graph (those of a block's weights are outside of a block's
 graph). Whole steps were compiled on two ranks, not on every mesh: a compilation takes minutes for
 eight ranks here.
+
+`ep` cuts experts over some of the ranks of fsdp · cp; such cells have one dense block and one of
+eight experts, and the balance loss over all ranks. Their tokens are exchanged (in one part or in
+two), gathered, sent in bounds, or exchanged with copies of experts (balanced).
 
 Data: `text`; `pictures` on each rank; `mixed`, ranks of text only beside ranks with pictures;
 `packed`, several samples in a row. The row has 97 tokens, which no mesh divides.

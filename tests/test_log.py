@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mmfn import log
+from mmfn import log, report
 
 
 def metrics(step: int, **changes: Any) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def test_no_tensorflow_is_imported(tmp_path: Path) -> None:
     (tmp_path / "tensorflow.py").write_text("raise SystemExit('tensorflow was imported')")
     code = f"""
 from pathlib import Path
-from mmfn import log
+from mmfn import log, report
 with log.open_log(Path({str(tmp_path / "run")!r}), 1) as it:
     it.evaluation(0, {{"eval/loss": 1.0}})
 """
@@ -282,3 +282,21 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     """As when a report is asked for before the run."""
     with pytest.raises(ValueError, match=r"metrics\.jsonl is missing"):
         log.read(tmp_path)
+
+
+def test_experts_have_keys_of_their_own(tmp_path: Path) -> None:
+    """All in the file, numbers as curves, the fullest one on the screen and in the report."""
+    more = {"balance": 2.1, "load_max": 1.75, "load_idle": 1, "left_out": 0.0, "load": [3.0, 7.0]}
+    console = silent(width=200)
+    with log.open_log(tmp_path, 2, console=console) as it:
+        for step in (1, 2):
+            it.step(metrics(step, **more))
+    steps, _ = log.read(tmp_path)
+    assert list(steps[0]) == [*log.METRICS, *log.EXPERTS]
+    assert steps[0]["load"] == [3.0, 7.0]
+    assert "fullest expert 1.75 x the mean" in printed(console)
+    names = [chart.title for chart in report.charts(steps, [])]
+    assert names[-2:] == ["Fullest expert", "Balance loss"]
+    assert "Fullest expert" not in [c.title for c in report.charts([metrics(1)], [])]
+    with pytest.raises(ValueError, match="no metric of a step is called 'loads'"):
+        log.step_line(metrics(1, loads=[1.0]))

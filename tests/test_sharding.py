@@ -57,6 +57,9 @@ def test_a_mesh_is_read_from_text_and_written_back(text: str, world: int, sizes:
         ("fsdp=eight", r"the size of fsdp is 'eight', not a whole number"),
         ("fsdp=8 tp=0", r"tp=0 is below 1"),
         ("cp=8 ulysses=3", r"cp=8 is not a multiple of ulysses=3"),
+        ("fsdp=8 ep=3", r"fsdp=8 · cp=1 is not a multiple of ep=3"),
+        ("tp= ep=2", r"fsdp=1 · cp=1 is not a multiple of ep=2"),
+        ("fsdp= ep=", r"gives ep no size; it adds no ranks to fill"),
     ],
 )
 def test_a_mesh_that_cannot_be_is_refused_by_name(text: str, message: str) -> None:
@@ -120,6 +123,7 @@ def test_a_table_that_names_nothing_is_refused(words: tuple[str, ...], message: 
         ({**rules.FSDP_TP, "embed": "tp"}, "axis 'embed' goes to tp; kv_heads, mlp, vocab"),
         ({"kv_heads": "tp", "mlp": "tp"}, "of the decoder go to tp, but not vocab"),
         ({**rules.FSDP_TP_TEXT, "vision_mlp": "tp"}, "but not merged_mlp, vision_heads"),
+        ({**rules.FSDP, "vision_mlp": ("ep", "tp")}, "axis 'vision_mlp' goes to ep; expert can"),
     ],
 )
 def test_a_table_that_cannot_be_computed_with_is_refused(table: Any, message: str) -> None:
