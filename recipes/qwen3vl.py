@@ -32,13 +32,14 @@ from mmfn import (
 from mmfn import log as logs
 from mmfn.batch import to_device
 from mmfn.behind import behind
-from mmfn.compute import Compute, sequential
+from mmfn.compute import Compute
 from mmfn.device import Device
 from mmfn.device import resolve as resolve_device
 from mmfn.models import decoding, qwen3_vl
 from mmfn.models.flops import count, lengths
 from mmfn.recipes import qwen3vl_data as data
 from mmfn.recipes import qwen3vl_job as jobs
+from mmfn.recipes.qwen3vl_compute import compose, loss, prepare
 from mmfn.recipes.qwen3vl_config import Config, resolve
 from mmfn.recipes.qwen3vl_resume import refuse_other
 from mmfn.sharding import mesh as meshes
@@ -50,14 +51,7 @@ from mmfn.sharding.launch import ranks as joined
 from mmfn.sharding.layout import full, local, on_local, to_host
 from mmfn.sharding.parallel import Parallel
 from mmfn.train import TrainState, make_step, start
-from mmfn.transforms import (
-    compile_blocks,
-    compile_loss,
-    compile_step,
-    keep_choices,
-    keep_choices_in_graph,
-    remat,
-)
+from mmfn.transforms import compile_step
 from mmfn.weights_export import export
 
 
@@ -162,56 +156,6 @@ def main(cfg: Config, ranks: Ranks = ALONE) -> TrainState:
 
 def _silent(text: str) -> None:
     """Leave it to the first rank."""
-
-
-def loss(
-    params: Any,
-    batch: Any,
-    load: torch.Tensor | None = None,
-    *,
-    cfg: qwen3_vl.Config,
-    compute: Compute,
-    balance: float,
-) -> tuple[torch.Tensor, Any]:
-    """Give the loss that is trained, next-token cross entropy over the count of the step, with the
-    balance loss of experts; and their routing."""
-    return qwen3_vl.losses_of(params, batch, cfg, compute, balance=balance, load=load)
-
-
-def prepare(cfg: Config, job: jobs.Job, compute: Compute, on: Parallel) -> Any:
-    """Make what counts the loads of a step before it: each micro-batch is balanced over all."""
-    if not cfg.train.balance or cfg.train.accumulate == 1:
-        return None
-
-    def load(params: Any, batches: Any) -> torch.Tensor:
-        bound = on.layout.bind(params)
-        found = [qwen3_vl.hidden(bound, batch, job.config, compute)[1] for batch in batches]
-        loads = [routing.load for routing in found if routing is not None]
-        total: torch.Tensor = on.total(torch.stack(loads).sum(0))
-        return total
-
-    return load
-
-
-def compose(cfg: Config, job: jobs.Job, device: Device, on: Parallel) -> Compute:
-    """Compose how the model is computed from the flags."""
-    blocks = cfg.run.compile == "blocks"
-    # What routers chose is kept, or a block that is run again could choose otherwise.
-    keep = keep_choices_in_graph if cfg.run.compile == "step" else keep_choices
-    policy = keep if job.config.experts else None
-    plain = Compute(
-        ops=compile_loss(device.ops) if blocks else device.ops,
-        dtype=torch.bfloat16 if cfg.train.precision == "bfloat16" else None,
-        stack=remat(sequential, policy) if cfg.train.remat else sequential,
-    )
-    if cfg.run.compile == "step":
-        return on.whole_step(plain)
-    return on.compute(
-        plain,
-        compile_blocks if blocks else lambda stack: stack,
-        prefetch=cfg.sharding.prefetch,
-        again=cfg.sharding.regather and not cfg.train.remat,
-    )
 
 
 def make_optimizer(cfg: Config, job: jobs.Job, device: Device, steps: int) -> optim.Optimizer:

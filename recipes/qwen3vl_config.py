@@ -133,6 +133,9 @@ class Train:
     """What the loss is the mean of; `row` depends on how samples are packed."""
     precision: Literal["float32", "bfloat16"] | None = None
     """What is computed in; bfloat16, or float32 for the digits. Weights are always float32."""
+    loss_rows: int = 0
+    """Targets whose logits exist at a time, and are not kept: less memory where the vocabulary is
+    large; 0 keeps the logits of all."""
     remat: bool = False
     """Keep only inputs of blocks, run them again backward: less memory, a third more work."""
     freeze: tuple[str, ...] = ()
@@ -303,6 +306,7 @@ def _check(cfg: Config) -> None:
         "--sharding.slots": (cfg.sharding.slots, 1),
         "--model.experts": (cfg.model.experts, 0),
         "--train.balance": (train.balance, 0),
+        "--train.loss-rows": (train.loss_rows, 0),
         "--optimizer.lr": (own.lr, 0),
         "--optimizer.weight-decay": (own.weight_decay, 0),
     }

@@ -112,7 +112,7 @@ def test_rotary_turns_pairs_as_complex_numbers() -> None:
     torch.testing.assert_close(ours.norm(dim=-1), x.norm(dim=-1))
 
 
-@pytest.mark.parametrize("version", [ops.cross_entropy, losses.cross_entropy])
+@pytest.mark.parametrize("version", [ops.cross_entropy, losses.cross_entropy, losses.in_chunks(3)])
 @pytest.mark.parametrize("vocab", [11, 8192, 8192 + 5])
 def test_cross_entropy_is_torchs_weighted(version: Callable[..., Tensor], vocab: int) -> None:
     """Values and gradients in float64; weightless places count for nothing; pieces do not show."""
@@ -133,7 +133,7 @@ def test_cross_entropy_is_torchs_weighted(version: Callable[..., Tensor], vocab:
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("version", [ops.cross_entropy, losses.cross_entropy])
+@pytest.mark.parametrize("version", [ops.cross_entropy, losses.cross_entropy, losses.in_chunks(3)])
 def test_cross_entropy_of_extreme_logits_is_finite(version: Callable[..., Tensor]) -> None:
     """Logits of ±1e4: no overflow, and the loss is the gap between them."""
     x, head = torch.tensor([[1e2]]), torch.tensor([[1e2], [-1e2], [0.0]])

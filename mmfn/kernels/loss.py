@@ -62,7 +62,8 @@ class _CrossEntropy(torch.autograd.Function):
     @in_backward
     def backward(ctx: Any, *grads: Any) -> Any:
         x, head, targets, weights, level, *logits = ctx.saved_tensors
-        scale = weights * grads[0]
+        # A number without axes would not widen it.
+        scale = weights.to(level.dtype) * grads[0]
         dx, dhead, first = wide(torch.zeros_like(x)), [], ctx.start
         for own, piece in zip(logits, head.split(_PIECE), strict=True):
             slope = _slope(own, level, targets, scale, first)
