@@ -171,40 +171,6 @@ def forgetting(
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
-def recast(stack: Stack, ops: Ops, dtype: torch.dtype) -> Stack:
-    """Cast each layer's weights before its block, and again backward: no narrow copy is kept.
-
-    What has this dtype already stays as it is.
-    """
-
-    def run(
-        block: Callable[..., Any],
-        layers: Sequence[Any],
-        x: Tensor,
-        *args: Any,
-        each: Sequence[Any],
-        keep: Sequence[int] = (),
-    ) -> tuple[Tensor, list[Tensor], list[Any]]:
-        made: dict[int, list[Tensor]] = {}
-
-        def again(index: int) -> list[Tensor]:
-            if index not in made:
-                made.clear()
-                made[index] = [leaf.detach().to(dtype) for leaf in tree.leaves(layers[index])]
-            return made[index]
-
-        def one(index: int, *rest: Any) -> Any:
-            narrow = tree.map(lambda leaf: ops.cast(leaf, dtype), layers[index])
-            if not torch.is_grad_enabled():
-                return block(narrow, *rest)
-            with forgetting(tree.leaves(narrow), lambda: again(index)):
-                return block(narrow, *rest)
-
-        return stack(one, range(len(layers)), x, *args, each=each, keep=keep)
-
-    return run
-
-
 def compile_blocks(stack: Stack, *, backend: str = "inductor") -> Stack:
     """Compile the block: blocks of one kind are one graph, whatever the number of layers."""
     compiled: dict[Any, Callable[..., Any]] = {}

@@ -188,8 +188,7 @@ class Sharding:
     sequence: bool = True
     """Cut tokens over tp between attention and feed-forward layers: less memory, same traffic."""
     regather: bool = True
-    """Gather weights again backward (ZeRO-3), on one device cast them again;
-    --sharding.no-regather keeps them (ZeRO-2)."""
+    """Gather weights again backward (ZeRO-3); --sharding.no-regather keeps them (ZeRO-2)."""
     prefetch: bool = True
     """Start the next layer's gather before a layer is computed."""
     experts: Literal["exchanged", "balanced", "gathered", "bounded"] = "exchanged"

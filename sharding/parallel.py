@@ -17,7 +17,6 @@ from mmfn.sharding.experts import exchanged
 from mmfn.sharding.layout import Layout
 from mmfn.sharding.mesh import Mesh
 from mmfn.sharding.rules import Rules
-from mmfn.transforms import recast
 
 TEXT = ("kv_heads", "mlp", "vocab")
 """Axes of the decoder that are cut over tp together: its blocks sum over the ranks."""
@@ -55,13 +54,10 @@ class Parallel:
 
         Its stack is what is done within a block's gathered weights (`remat`), `wrap` what is done
         to the block (`compile_blocks`). `again` gathers weights again backward, where `remat` does
-        not anyway; on one device it casts them again.
+        not anyway.
         """
         if self.mesh.sizes.world == 1:
-            stack = plain.stack
-            if again and plain.dtype is not None:
-                stack = recast(stack, plain.ops, plain.dtype)
-            return attrs.evolve(plain, stack=wrap(stack))
+            return attrs.evolve(plain, stack=wrap(plain.stack))
         stack = unshard.gathering(
             plain.stack, self.mesh, plain.dtype, prefetch=prefetch, again=again
         )

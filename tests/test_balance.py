@@ -18,6 +18,16 @@ COUNTS = st.integers(1, 6).flatmap(
 )
 """Few values, so that there are ties, idle experts and hot ones."""
 
+HARD = np.array([0, 0, 0, 0, 0, 67, 54, 1, 67, 8, 43, 39, 43, 39, 38])
+"""Tokens of five experts on each of three ranks; found by changing numbers to widen the gap."""
+
+
+def on_ranks(random: np.random.Generator, ranks: int, local: int, skew: float) -> np.ndarray:
+    """Draw a routing in which ranks are hot by Zipf's law, all their experts about equally."""
+    share = random.permutation(1 / np.arange(1, ranks + 1) ** skew).repeat(local)
+    share *= random.uniform(0.5, 1.5, ranks * local)
+    return random.multinomial(random.integers(20, 400), share / share.sum(), ranks).astype(np.int64)
+
 
 def same(one: Plan, two: Plan) -> bool:
     """Whether two plans are equal."""
@@ -48,6 +58,22 @@ def test_a_plan_keeps_what_it_promises(counts: np.ndarray, slots: int) -> None:
     assert len(set(zip(made.rank.tolist(), made.expert.tolist(), strict=True))) == len(made.rank)
     assert (np.diff(made.rank) >= 0).all()
     assert same(made, plan(counts.copy(), slots))
+
+
+@settings(deadline=None, max_examples=100)
+@given(COUNTS, st.integers(0, 3))
+def test_tokens_stay_on_their_rank_where_they_can(counts: np.ndarray, slots: int) -> None:
+    """A copy has its rank's own tokens first, and the owner's only where all others have gone."""
+    ranks, experts = counts.shape
+    made = plan(counts, slots)
+    owner = made.expert // (experts // ranks)
+    left = counts.copy()
+    np.subtract.at(left.T, made.expert, made.moved)
+    for number, (rank, expert) in enumerate(zip(made.rank, made.expert, strict=True)):
+        amount = made.moved[number].sum()
+        assert made.moved[number, rank] == min(counts[rank, expert], amount)
+        kept = left[:, expert].sum()
+        assert left[owner[number], expert] == min(counts[owner[number], expert], kept)
 
 
 @settings(deadline=None, max_examples=100)
@@ -98,17 +124,54 @@ def test_nothing_moves_where_nothing_is_gained() -> None:
         (np.zeros((4, 8), dtype=np.int64), 2),
     ):
         assert len(plan(counts.astype(np.int64), slots).rank) == 0
-    with pytest.raises(ValueError, match="experts=6 are not a multiple of ranks=4"):
-        plan(np.zeros((4, 6), dtype=np.int64), 1)
+
+
+def test_what_cannot_be_planned_is_refused() -> None:
+    """Says the numbers; more ranks than experts are of that kind."""
+    for ranks, experts in ((4, 6), (4, 2)):
+        match = f"experts={experts} are not a multiple of ranks={ranks}"
+        with pytest.raises(ValueError, match=match):
+            plan(np.zeros((ranks, experts), dtype=np.int64), 1)
+    with pytest.raises(ValueError, match="slots=-1 is below 0"):
+        plan(np.zeros((4, 8), dtype=np.int64), -1)
+
+
+def test_no_more_is_moved_than_is_too_much_where_slots_are_free() -> None:
+    """Three ranks of 8, one of 40 in four experts: 24 are above the mean, and 24 move."""
+    counts = np.zeros((4, 16), dtype=np.int64)
+    counts[0] = [10] * 4 + [2] * 12
+    made = plan(counts, 3)
+    assert loads(made, counts).tolist() == [16] * 4
+    assert made.moved.sum() == 24
+
+
+def test_many_equal_experts_are_evened_out() -> None:
+    """512 experts of Zipf's law in order on 64 ranks: from 25 times the mean to 0.1 % above it."""
+    share = 1 / np.arange(1, 513)
+    counts = np.random.default_rng(0).multinomial(32768, share / share.sum(), 64).astype(np.int64)
+    assert loads(plan(counts, 0), counts).max() > 25 * 32768
+    assert loads(plan(counts, 2), counts).max() <= 1.001 * 32768
 
 
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize(("ranks", "local"), [(4, 2), (3, 4), (6, 1), (4, 4)])
-def test_plans_are_the_optimum(ranks: int, local: int, slots: int) -> None:
-    """Of integer programming, on routings by Zipf's law from nearly even to one hot expert."""
+def test_plans_reach_the_optimum(ranks: int, local: int, slots: int) -> None:
+    """Of integer programming; single experts are hot by Zipf's law, or whole ranks are.
+
+    Not always: of 34,052 drawn cases of up to 18 experts 2 were above it, by 1.2 % at most.
+    """
     random = np.random.default_rng(0)
-    for power in (0.3, 0.7, 1.0, 1.5, 3.0):
-        share = random.permutation(1 / np.arange(1, ranks * local + 1) ** power)
-        counts = random.multinomial(random.integers(20, 400), share / share.sum(), ranks)
-        counts = counts.astype(np.int64)
-        assert loads(plan(counts, slots), counts).max() == optimum(counts, slots)
+    for skew in (0.3, 0.7, 1.0, 1.5, 3.0):
+        share = random.permutation(1 / np.arange(1, ranks * local + 1) ** skew)
+        tokens = random.integers(20, 400)
+        single = random.multinomial(tokens, share / share.sum(), ranks).astype(np.int64)
+        for counts in (single, on_ranks(random, ranks, local, skew)):
+            assert loads(plan(counts, slots), counts).max() == optimum(counts, slots)
+
+
+def test_the_worst_plan_known_is_a_tenth_above_the_optimum() -> None:
+    """What minutes of search for a wide gap found: 145 tokens where 133 are possible."""
+    counts = np.zeros((3, 15), dtype=np.int64)
+    counts[0] = HARD
+    found, best = loads(plan(counts, 2), counts).max(), optimum(counts, 2)
+    assert best < found <= 1.1 * best

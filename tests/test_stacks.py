@@ -1,6 +1,4 @@
-"""What is done around blocks changes no number: recompute of some layers, casts made again."""
-
-import weakref
+"""What is done around blocks changes no number: recompute of some layers."""
 
 import attrs
 import pytest
@@ -12,7 +10,7 @@ from mmfn import tree
 from mmfn.compute import Compute, sequential
 from mmfn.kernels import cpu
 from mmfn.models import qwen3_vl
-from mmfn.transforms import recast, remat, value_and_grad
+from mmfn.transforms import remat, value_and_grad
 
 
 def gradients(compute: Compute) -> list[Tensor]:
@@ -38,31 +36,3 @@ def test_recompute_of_the_first_layers_changes_nothing(first: int | None) -> Non
     assert all(map(torch.equal, want, got))
     again = tiny.CONFIG.layers if first is None else min(first, tiny.CONFIG.layers)
     assert calls[0] - once == once + 2 * again
-
-
-def test_casts_are_made_again_and_not_kept() -> None:
-    """In bfloat16: the same bits, and nothing is left of a cast weight after the forward pass."""
-    made: list[weakref.ref[Tensor]] = []
-
-    def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-        out = cpu.OPS.cast(x, dtype)
-        if out is not x:
-            made.append(weakref.ref(out))
-        return out
-
-    ops = attrs.evolve(cpu.OPS, cast=cast)
-    plain = Compute(ops=ops, dtype=torch.bfloat16)
-    other = attrs.evolve(plain, stack=recast(sequential, ops, torch.bfloat16))
-    assert all(map(torch.equal, gradients(plain), gradients(other)))
-
-    batch = tiny.batch(tiny.encoded("A"))
-    left = []
-    for compute in (plain, other):
-        made.clear()
-        params = tree.map(lambda leaf: leaf.requires_grad_(), tiny.params())
-        loss = qwen3_vl.loss(params, batch, tiny.CONFIG, compute)
-        left.append(sum(ref() is not None for ref in made))
-        assert loss.requires_grad
-    # Patches, mergers, the last norm and the head are no part of a stack.
-    assert left[1] <= 4 + 6 * 3
-    assert left[0] >= left[1] + 11 * tiny.CONFIG.layers
