@@ -38,7 +38,7 @@ def test_a_grouped_product_is_a_product_of_each_group(counts: list[int]) -> None
 
     want, back = torch.func.vjp(plain, x, weight)
     for version in (ops.grouped_linear, cpu.grouped_linear):
-        inputs = [each.clone().requires_grad_() for each in (x, weight)]
+        inputs = (x.clone().requires_grad_(), weight.clone().requires_grad_())
         got = version(*inputs, torch.tensor(counts))
         torch.testing.assert_close(got, want)
         found = torch.autograd.grad(got, inputs, grad)
@@ -150,10 +150,12 @@ def test_recompute_routes_as_the_first_pass_did() -> None:
     compute = Compute(ops=cpu.OPS, dtype=torch.bfloat16, stack=again)
     step = make_step(lambda p, b: qwen3_vl.loss(p, b, CFG, compute), optimizer)
     state = start(tree.map(torch.clone, params), optimizer)
+    losses = []
     for _ in range(20):
         state, metrics = step(state, (batch,))
+        losses.append(metrics["loss"].item())
         assert metrics["skipped"].item() == 0
-    assert metrics["loss"].item() < 4.5
+    assert losses[-1] < min(4.5, losses[0])
     found = [
         value_and_grad(qwen3_vl.loss)(params, batch, CFG, Compute(ops=cpu.OPS, stack=stack))
         for stack in (sequential, again)
@@ -187,6 +189,7 @@ def test_choices_that_are_left_out_take_no_step() -> None:
 
     def spilt(params, batch: Batch):
         value, routed = balanced(params, batch)
+        assert routed is not None
         return value, tree.evolve(routed, left_out=routed.left_out + 1)
 
     step = make_step(

@@ -146,4 +146,4 @@ def test_a_part_of_the_experts_is_read_from_every_form(
             tree.items(abstract), tree.leaves(whole), tree.leaves(parts), strict=True
         ):
             assert torch.equal(got, want[place(path, leaf)[0]]), (form, path)
-    assert param.count(parts) < param.count(whole)
+        assert param.count(parts) < param.count(whole)

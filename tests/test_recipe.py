@@ -308,9 +308,10 @@ def test_a_gradient_that_is_not_finite_stops_or_is_skipped(
     right = qwen3vl.loss
     calls = []
 
-    def broken(params: Any, batch: Any, cfg: Any, compute: Any) -> torch.Tensor:
+    def broken(params: Any, batch: Any, **options: Any) -> tuple[torch.Tensor, Any]:
         calls.append(1)
-        return right(params, batch, cfg, compute) * (torch.inf if len(calls) == 2 else 1)
+        value, routed = right(params, batch, **options)
+        return value * (torch.inf if len(calls) == 2 else 1), routed
 
     monkeypatch.setattr(qwen3vl, "loss", broken)
     flags = [*SMALL, "--train.steps", "3"]

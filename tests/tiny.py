@@ -124,7 +124,7 @@ def batch(
 
 def reference(
     cfg: qwen3_vl.Config = CONFIG, *, exact: bool = True
-) -> Qwen3VLForConditionalGeneration:
+) -> Qwen3VLForConditionalGeneration | Qwen3VLMoeForConditionalGeneration:
     """Build transformers' model with the same weights; in true float64 when `exact`.
 
     As published, it casts to float32 in norms and in the tower's rotary positions even in float64.

@@ -56,7 +56,9 @@ class Peer(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch) -> Tensor:
         """Run the block."""
         weights = tree.unflatten(self.like, list(self.values))
-        return qwen3_vl.block(weights, x, cos, sin, batch, None, cfg=CONFIG, compute=self.compute)
+        out = qwen3_vl.block(weights, x, cos, sin, batch, None, cfg=CONFIG, compute=self.compute)
+        assert isinstance(out, Tensor)
+        return out
 
 
 class Peers(nn.Module):
