@@ -140,9 +140,9 @@ def test_every_mesh_gives_what_one_device_gives() -> None:
 
 
 def test_experts_on_every_mesh_give_what_one_device_gives() -> None:
-    """All ways with text and with packed samples, eager."""
+    """All ways with packed samples, eager; the page has the other kinds of data."""
     for start in range(0, len(EXPERTS), 7):
-        cells = [(cell, kind) for cell in EXPERTS[start : start + 7] for kind in ("text", "packed")]
+        cells = [(cell, "packed") for cell in EXPERTS[start : start + 7]]
         check(cells, run(8, cells))
 
 
