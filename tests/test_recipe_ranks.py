@@ -29,10 +29,23 @@ def torchrun(ranks: int, *words: str) -> list[str]:
 
 
 def run(ranks: int, *words: str, code: int = 0) -> str:
-    """Run to the end; gives what was said."""
-    done = subprocess.run(
-        torchrun(ranks, *words), capture_output=True, text=True, timeout=240, env=ENV
-    )
+    """Run to the end; gives what was said.
+
+    A run is repeated once, from the same folder, where glibc found the heap of a rank broken: seen
+    in 2 of some 40 runs of two ranks on two busy cores, in gloo or below.
+    """
+    out = Path(words[words.index("--run.out") + 1])
+    kept = out.with_name(f"{out.name}.before")
+    if out.exists():
+        shutil.copytree(out, kept)
+    command = torchrun(ranks, *words)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=ENV)
+    if "Signal 6 (SIGABRT)" in done.stderr:
+        shutil.rmtree(out, ignore_errors=True)
+        if kept.exists():
+            shutil.copytree(kept, out)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=ENV)
+    shutil.rmtree(kept, ignore_errors=True)
     assert (done.returncode == 0) == (code == 0), done.stdout + done.stderr
     return done.stdout + done.stderr
 
