@@ -95,6 +95,13 @@ def swiglu(
     return F.silu(gate) * up
 
 
+def count_choices(expert: Int[Tensor, "tokens choices"], experts: int) -> Int[Tensor, " expert"]:
+    """Count the choices of each expert; one of the expert numbered `experts` is none."""
+    flat = expert.flatten()
+    counts = flat.new_zeros(experts + 1).scatter_add(0, flat, torch.ones_like(flat))
+    return counts[:experts]
+
+
 def by_expert(
     expert: Int[Tensor, "tokens choices"], experts: int
 ) -> tuple[Int[Tensor, " rows"], Int[Tensor, " expert"]]:
@@ -102,9 +109,7 @@ def by_expert(
 
     A choice of the expert numbered `experts` is none: it comes last and is not counted.
     """
-    flat = expert.flatten()
-    counts = flat.new_zeros(experts + 1).scatter_add(0, flat, torch.ones_like(flat))
-    return flat.argsort(stable=True), counts[:experts]
+    return expert.flatten().argsort(stable=True), count_choices(expert, experts)
 
 
 def permute(

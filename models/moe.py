@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mmfn import ops as op
+from mmfn import tree
 from mmfn.compute import Compute
 from mmfn.param import Form, Param
 from mmfn.tree import Leaf, pytree
@@ -131,10 +132,9 @@ def feed_forward(
         experts=cfg.experts,
         ops=compute.ops,
     )
-    _, counts = op.by_expert(expert, cfg.experts)
     zero = torch.zeros((), device=x.device)
     return y, Routing(
-        load=counts.float(),
+        load=op.count_choices(expert, cfg.experts).float(),
         probability=compute.text.alike(probability.sum(0)),
         left_out=zero if left_out is None else left_out.float(),
     )
@@ -151,11 +151,8 @@ def apply(
 
 def stacked(layers: list[Routing]) -> Routing:
     """Join those of the layers, in order."""
-    return Routing(
-        load=torch.stack([layer.load for layer in layers]),
-        probability=torch.stack([layer.probability for layer in layers]),
-        left_out=torch.stack([layer.left_out for layer in layers]),
-    )
+    joined: Routing = tree.map(lambda *each: torch.stack(each), *layers)
+    return joined
 
 
 def balance(

@@ -159,16 +159,18 @@ def _balanced(
     def on_device(values: balance.Ints) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(x.device)
 
+    own, lent = tree.leaves(weights), on_device(way.lent)
     borrow = [
-        (leaf, axes.send_rows(leaf.flatten(1)[on_device(way.lent)], axis, *lent))
-        for lent in [(way.lent_to, way.borrowed_from)]
-        for leaf in tree.leaves(weights)
+        axes.send_rows(leaf.flatten(1)[lent], axis, way.lent_to, way.borrowed_from) for leaf in own
     ]
     order = torch.cat((order[on_device(way.rows)], order[len(way.rows) :]))
     got = way.theirs.sum(1).tolist()
     sent = _send(ops, x, order, expert.shape[1], axis, on_device(way.theirs), way.sent, got)
     place = on_device(way.borrowed)
-    both = [torch.cat((leaf, rows()[place].unflatten(1, leaf.shape[1:]))) for leaf, rows in borrow]
+    both = [
+        torch.cat((leaf, rows()[place].unflatten(1, leaf.shape[1:])))
+        for leaf, rows in zip(own, borrow, strict=True)
+    ]
     back = _compute(apply, tree.unflatten(weights, both), sent, ops, axis)
     return _receive(sent, back(), weight, ops), None
 
@@ -209,8 +211,8 @@ def _gathered(
 def bounded(axis: Axis, *, room: float) -> Experts:
     """Send `room` times as many rows to each rank as an even routing would; static shapes.
 
-    All ranks have as many tokens.
-    Choices beyond that are left out, and counted: whoever takes the step must not use it then.
+    Choices beyond that are left out, and counted: whoever takes the step must not use it then. All
+    ranks have as many tokens.
     """
     if not room > 0:
         raise ValueError(f"room={room} is not above 0")

@@ -127,6 +127,9 @@ def around(
 
     q is `[tokens, kv_heads, groups, head_dim]`, k and v `[tokens, kv_heads, head_dim]`; `place[r]`
     lists which tokens of the row rank `r` of the ring holds.
+
+    Raises:
+        ValueError: attention is not causal; the pieces of a ring are cut for that.
     """
     if not causal:
         raise ValueError("a ring is cut for causal attention")

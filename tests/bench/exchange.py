@@ -10,12 +10,13 @@ way, and backward the other way round. The last line is one JSON object.
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import attrs
 import torch
+from link import Link
 from torch import Tensor
 
 from mmfn import param
@@ -31,33 +32,6 @@ from mmfn.transforms import value_and_grad
 
 CONFIG = moe.Config(experts=8, choices=2, mlp=256)
 EMBED, TOKENS, LAYERS, RANKS = 256, 2048, 4, 2
-
-
-@attrs.define
-class Link:
-    """A link of so many bytes a second; transfers go one after the other."""
-
-    rate: float
-    free: float = 0.0
-    ends: dict[int, float] = attrs.field(factory=dict)
-    spent: float = 0.0
-
-    def send(self, call: Callable[..., Tensor], x: Tensor, axis: axes.Axis, *sizes: Any) -> Tensor:
-        """Begin a transfer."""
-        out = call(x, axis, *sizes)
-        seconds = x.numel() * x.element_size() / self.rate
-        self.free = max(time.perf_counter(), self.free) + seconds
-        self.ends[out.data_ptr()] = self.free
-        self.spent += seconds
-        return out
-
-    def wait(self, call: Callable[..., Tensor], x: Tensor) -> Tensor:
-        """Wait for its end."""
-        done = call(x)
-        left = self.ends.pop(done.data_ptr(), 0.0) - time.perf_counter()
-        if left > 0:
-            time.sleep(left)
-        return done
 
 
 def race(rank: int, rate: float, parts: Sequence[int]) -> dict[str, float]:
@@ -81,9 +55,9 @@ def race(rank: int, rate: float, parts: Sequence[int]) -> dict[str, float]:
         total = value_and_grad(here.loss(partial(loss, compute=compute)))
         steps[f"parts_{number}"] = partial(total, params)
 
-    link = Link(rate)
+    link = Link(lambda x: x.numel() * x.element_size() / rate)
     kept = axes._send, axes.wait
-    axes._send, axes.wait = partial(link.send, kept[0]), partial(link.wait, kept[1])
+    axes._send, axes.wait = partial(link.start, kept[0]), partial(link.wait, kept[1])
     best = dict.fromkeys(steps, float("inf"))
     try:
         for turn in range(6):

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import attrs
 import torch
+from link import Link
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -160,32 +160,6 @@ def race(rank: int, world: int, rounds: int, *, compiled: bool) -> dict[str, flo
     return best
 
 
-@attrs.define
-class Link:
-    """A link on which each transfer takes `seconds`, one after the other, in the background."""
-
-    seconds: float
-    free: float = 0.0
-    ends: dict[int, float] = attrs.field(factory=dict)
-    moved: int = 0
-
-    def start(self, call: Callable[..., Tensor], x: Tensor, axis: axes.Axis) -> Tensor:
-        """Begin a transfer."""
-        out = call(x, axis)
-        self.free = max(time.perf_counter(), self.free) + self.seconds
-        self.ends[out.data_ptr()] = self.free
-        self.moved += 1
-        return out
-
-    def wait(self, call: Callable[..., Tensor], x: Tensor) -> Tensor:
-        """Wait for its end."""
-        done = call(x)
-        left = self.ends.pop(done.data_ptr(), 0.0) - time.perf_counter()
-        if left > 0:
-            time.sleep(left)
-        return done
-
-
 def slow(rank: int, world: int, seconds: float) -> dict[str, float]:
     """Time our step on a slow link, with prefetch and without."""
     times = {}
@@ -194,12 +168,12 @@ def slow(rank: int, world: int, seconds: float) -> dict[str, float]:
         ("compute", 0.0, True), ("hidden", seconds, True), ("in turn", seconds, False)
     ]:  # fmt: skip
         step = ours(rank, world, compiled=False, prefetch=prefetch)
-        link = Link(wait)
+        link = Link(lambda x, wait=wait: wait)
         axes.start_gather = partial(link.start, kept[0])
         axes.start_scatter = partial(link.start, kept[1])
         axes.wait = partial(link.wait, kept[2])
         step()
-        link.moved = 0
+        link.spent = 0.0
         best = float("inf")
         for _ in range(3):
             torch.distributed.barrier()
@@ -207,7 +181,7 @@ def slow(rank: int, world: int, seconds: float) -> dict[str, float]:
             step()
             best = min(best, time.perf_counter() - start)
         times[name] = 1e3 * best
-        times["link"] = 1e3 * seconds * link.moved / 3
+        times["link"] = 1e3 * link.spent / 3
         axes.start_gather, axes.start_scatter, axes.wait = kept
     return times
 
