@@ -4,7 +4,7 @@ A model says what is computed and takes a `Compute`; a recipe composes one. Noth
 what the function is, only where values are rounded.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import attrs
@@ -162,6 +162,35 @@ class Whole:
         return x
 
 
+def inside(
+    region: Region,
+    weights: Mapping[str, Any],
+    *,
+    whole: Collection[str] = (),
+    inputs: Collection[str] = (),
+) -> dict[str, Any]:
+    """Take weights to between `fan` and `leave`: what of them every rank has whole.
+
+    Of those named in `whole` that is all; of the others, whose outputs are cut over ranks, or
+    whose `inputs` are, what their node says (`ops.Composed`). Gives all by name.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for name, weight in weights.items():
+        if name in whole:
+            found[name] = {str(n): leaf for n, leaf in enumerate(tree.leaves(weight))}
+        elif isinstance(weight, op.Composed):
+            found[name] = {field: getattr(weight, field) for field in weight.loose[name in inputs]}
+    taken = iter(region.inside(*(leaf for part in found.values() for leaf in part.values())))
+    made = dict(weights)
+    for name, part in found.items():
+        values = {field: next(taken) for field in part}
+        if name in whole:
+            made[name] = tree.unflatten(weights[name], list(values.values()))
+        else:
+            made[name] = tree.evolve(weights[name], **values)
+    return made
+
+
 def identity(params: Any, dtype: torch.dtype | None) -> Any:
     """Give the parameters as they are."""
     return params
@@ -199,7 +228,9 @@ class Compute:
         params = self.gather(params, dtype)
         if dtype is None:
             return params
-        return tree.map(lambda leaf: self.ops.cast(leaf, dtype), params)
+        return tree.map(
+            lambda leaf: self.ops.cast(leaf, dtype) if leaf.is_floating_point() else leaf, params
+        )
 
 
 plain = Compute()

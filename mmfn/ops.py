@@ -22,11 +22,37 @@ def wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, contract: int = 1) -> Tensor:
+class Composed:
+    """A node that stands where a weight does, and says how x meets it: one with an adapter."""
+
+    @property
+    def loose(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Name the fields that are whole on every rank though the weight is cut over them: where
+        its outputs are cut, and where its inputs are."""
+        return (), ()
+
+    def linear(self, x: Tensor, bias: Tensor | None, contract: int) -> Tensor:
+        """Do what `linear` does."""
+        raise NotImplementedError
+
+    def grouped(self, x: Tensor, counts: Tensor, product: Callable[..., Tensor]) -> Tensor:
+        """Do what `grouped` does."""
+        raise NotImplementedError
+
+    def joined(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Give an input and a plain weight whose product is that of x with this node."""
+        raise NotImplementedError
+
+
+def linear(
+    x: Tensor, weight: Tensor | Composed, bias: Tensor | None = None, *, contract: int = 1
+) -> Tensor:
     """Contract the last `contract` axes of x with those of the weight; its others come last.
 
     x is `[tokens, *in]`, weight `[*out, *in]`, bias `[*out]`; the result is `[tokens, *out]`.
     """
+    if isinstance(weight, Composed):
+        return weight.linear(x, bias, contract)
     out = weight.shape[: weight.ndim - contract]
     flat = F.linear(
         x.flatten(x.ndim - contract),
@@ -144,6 +170,15 @@ def grouped_linear(
     number = (place[:, None] >= ends).sum(1)
     parts = [torch.where((number == e)[:, None], x @ w, 0.0) for e, w in enumerate(weight)]
     return torch.stack(parts).sum(0)
+
+
+def grouped(
+    x: Tensor, weight: Tensor | Composed, counts: Tensor, product: Callable[..., Tensor]
+) -> Tensor:
+    """Do what `grouped_linear` does, by one version of it, the `product`."""
+    if isinstance(weight, Composed):
+        return weight.grouped(x, counts, product)
+    return product(x, weight, counts)
 
 
 @dataclass(frozen=True)  # Those of attrs cannot be made inside a compiled step.

@@ -29,6 +29,7 @@ AXES: Mapping[str, str] = {
     "vision_heads": "heads of the vision tower",
     "vision_head_dim": "width of a head of the vision tower",
     "vision_mlp": "inner width of a feed-forward layer of the tower",
+    "rank": "width of what an adapter passes through",
     "qkv": "query (0), key (1) and value (2)",
     "merged": "width of the patches that become one token",
     "merged_mlp": "inner width of a merger",

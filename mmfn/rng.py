@@ -22,18 +22,19 @@ def derive(seed: int, *names: str | int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def bits(seed: int, index: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
-    """Hash each index under `seed` to 64 bits, as a signed integer.
+def bits(seed: int | Tensor, index: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
+    """Hash each index under `seed` to 64 bits, as a signed integer; a seed may be an int64 tensor.
 
     Source: Steele, Lea and Flood 2014, doi:10.1145/2660193.2660195 (SplitMix64). Products wrap.
     """
-    value = (index.long() + 1) * _signed(0x9E3779B97F4A7C15) + _signed(seed)
+    start = seed if isinstance(seed, Tensor) else _signed(seed)
+    value = (index.long() + 1) * _signed(0x9E3779B97F4A7C15) + start
     value = (value ^ _shift(value, 30)) * _signed(0xBF58476D1CE4E5B9)
     value = (value ^ _shift(value, 27)) * _signed(0x94D049BB133111EB)
     return value ^ _shift(value, 31)
 
 
-def uniform(seed: int, index: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+def uniform(seed: int | Tensor, index: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """Give a float32 in [0, 1) for each index: multiples of 2**-24."""
     return _shift(bits(seed, index), 40).float() * 2**-24
 

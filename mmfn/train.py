@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmfn import optim, tree
+from mmfn import optim, rng, tree
 from mmfn.transforms import accumulate, value_and_grad
 from mmfn.tree import pytree
 
@@ -52,6 +52,7 @@ def make_step(
     reduce: Callable[[Any, Any], tuple[Any, Any]] = lambda value, grads: (value, grads),
     prepare: Callable[[Any, Sequence[Any]], Any] | None = None,
     report: Callable[[Any], dict[str, Tensor]] = lambda more: {},
+    random: bool = False,
     donate: bool = True,
 ) -> Callable[[TrainState, Sequence[Any]], tuple[TrainState, dict[str, Tensor]]]:
     """Make the step of an optimizer over the micro-batches of `loss(params, batch)`.
@@ -65,11 +66,14 @@ def make_step(
     A loss may give a pair, its value and a tree of numbers, which are summed as it is and which
     `report` makes metrics of; the update is skipped too where its `left_out` is not 0. What all
     micro-batches have to know of each other `prepare(params, batches)` says, without gradients:
-    `loss` takes it as a third argument.
+    `loss` takes it as a third argument. With `random` it takes a `key` too, int64, which is another
+    for each micro-batch: a function of seed, step and place.
     """
 
-    def objective(params: Any, batch: Any, frozen: Any, known: tuple[Any, ...]) -> Any:
-        out = loss(params if frozen is None else tree.combine(params, frozen), batch, *known)
+    def objective(params: Any, read: tuple[Any, Any], frozen: Any, known: tuple[Any, ...]) -> Any:
+        batch, key = read
+        whole = params if frozen is None else tree.combine(params, frozen)
+        out = loss(whole, batch, *known, **({"key": key} if random else {}))
         return out if isinstance(out, tuple) else (out, None)
 
     total = accumulate(value_and_grad(objective, more=True))
@@ -81,7 +85,11 @@ def make_step(
                 own = state.params
                 whole = own if state.frozen is None else tree.combine(own, state.frozen)
                 known = (prepare(whole, batches),)
-        (value, more), grads = reduce(*total(state.params, batches, state.frozen, known))
+        keys = rng.bits(
+            rng.bits(state.seed, state.step), torch.arange(len(batches), device=state.step.device)
+        )
+        reads = list(zip(batches, keys, strict=True))
+        (value, more), grads = reduce(*total(state.params, reads, state.frozen, known))
         measured = optim.gradients(grads, norm)
         told = {} if more is None else report(more)
         if "left_out" in told:

@@ -21,37 +21,54 @@ Class = TypeVar("Class", bound=type)
 Tree = TypeVar("Tree")
 
 
-@dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(attrs.field,))
+def static(default: Any = attrs.NOTHING) -> Any:
+    """Make a field of a `pytree` class that is no child: a value that can be hashed and compared.
+
+    Trees differ in structure where it differs.
+    """
+    return attrs.field(default=default, metadata={"static": True})
+
+
+@dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(attrs.field, static))
 def pytree(cls: Class) -> Class:
     """Make a frozen class whose fields are the children of a tree node.
 
-    Fields may have defaults. Instances can be built, mapped and evolved inside a compiled function,
-    which the `__init__` that attrs writes cannot (torch 2.13: it reads a slot descriptor).
+    Fields may have defaults. A field made by `static` is no child: a plain value that belongs to
+    the structure. Instances can be built, mapped and evolved inside a compiled function, which the
+    `__init__` that attrs writes cannot (torch 2.13: it reads a slot descriptor).
     """
     made: Any = attrs.frozen(slots=False, eq=False, init=False)(cls)
-    names = tuple(field.name for field in attrs.fields(made))
-    defaults = {f.name: f.default for f in attrs.fields(made) if f.default is not attrs.NOTHING}
+    every = attrs.fields(made)
+    names = tuple(field.name for field in every if not field.metadata.get("static"))
+    fixed = tuple(field.name for field in every if field.metadata.get("static"))
+    defaults = {f.name: f.default for f in every if f.default is not attrs.NOTHING}
 
-    def flatten(node: Any) -> tuple[list[Any], tuple[str, ...]]:
+    def flatten(node: Any) -> tuple[list[Any], tuple[Any, ...]]:
         present = tuple(name for name in names if getattr(node, name) is not None)
-        return [getattr(node, name) for name in present], present
+        kept = tuple(getattr(node, name) for name in fixed)
+        return [getattr(node, name) for name in present], (present, kept)
 
-    def flatten_with_keys(node: Any) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
-        children, present = flatten(node)
-        return list(zip(map(pytrees.GetAttrKey, present), children, strict=True)), present
+    def flatten_with_keys(node: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+        children, context = flatten(node)
+        return list(zip(map(pytrees.GetAttrKey, context[0]), children, strict=True)), context
 
-    def unflatten(children: Any, present: tuple[str, ...]) -> Any:
+    def unflatten(children: Any, context: tuple[Any, ...]) -> Any:
+        present, kept = context
         node: Any = object.__new__(made)
         for name in names:
             object.__setattr__(node, name, None)
-        for name, child in zip(present, children, strict=True):
-            object.__setattr__(node, name, child)
+        for name, value in (*zip(present, children, strict=True), *zip(fixed, kept, strict=True)):
+            object.__setattr__(node, name, value)
         return node
 
     # A lambda: checkers of annotations wrap every `def`, and Dynamo cannot look into the wrapper of
     # an `__init__`.
-    made.__init__ = lambda node, *args, **kwargs: _set_fields(node, names, defaults, args, kwargs)
+    all_names = tuple(field.name for field in every)
+    made.__init__ = lambda node, *args, **kwargs: _set_fields(
+        node, all_names, defaults, args, kwargs
+    )
     made.__tree_fields__ = names
+    made.__static_fields__ = fixed
     pytrees.register_pytree_node(
         made,
         flatten,
@@ -85,13 +102,18 @@ def _set_fields(
 
 def evolve(node: Tree, **changes: Any) -> Tree:
     """Copy a node with some fields replaced."""
-    names = _fields(node)
+    names = (*_fields(node), *getattr(type(node), "__static_fields__", ()))
     if unknown := sorted(changes.keys() - set(names)):
         raise TypeError(f"{type(node).__name__} has no field {unknown[0]!r}; it has {names}")
     copy = object.__new__(type(node))
     for name in names:
         object.__setattr__(copy, name, changes.get(name, getattr(node, name)))
     return copy
+
+
+def fields(node: Any) -> dict[str, Any]:
+    """Give the children of a node by the names of their fields, without absent ones."""
+    return {n: child for n in _fields(node) if (child := getattr(node, n)) is not None}
 
 
 def leaves(tree: Any) -> list[Any]:
@@ -167,6 +189,21 @@ def unflatten(tree: Any, values: list[Any]) -> Any:
     return pytrees.tree_unflatten(
         [None if leaf is None else next(rest) for leaf in flat], structure
     )
+
+
+def map_nodes(kind: type, fn: Callable[[Any], Any], tree: Any) -> Any:
+    """Put `fn(node)` in the place of each node of a class; other leaves stay as they are."""
+    return pytrees.tree_map(
+        lambda node: fn(node) if isinstance(node, kind) else node,
+        tree,
+        is_leaf=lambda node: isinstance(node, kind),
+    )
+
+
+def nodes(kind: type, tree: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (path, node) of each node of a class, in order."""
+    flat, _ = pytrees.tree_flatten_with_path(tree, is_leaf=lambda node: isinstance(node, kind))
+    return ((path_of(keys), node) for keys, node in flat if isinstance(node, kind))
 
 
 def partition(keep: Callable[[str, Any], bool], tree: Any) -> tuple[Any, Any]:

@@ -8,7 +8,7 @@ a plain name.
 Source: the safetensors format, version 0.4 and later; the index of Hugging Face's checkpoints.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -63,12 +63,13 @@ def load(
     abstract: Any,
     folder: Path,
     *,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | Callable[[str, torch.dtype], torch.dtype] = torch.float32,
     place: Place = param.whole,
     form: str = "",
 ) -> Any:
     """Read published weights into a tree like `abstract`, each leaf in `dtype`.
 
+    A function of (path, dtype of the file) may say in which.
     `place` says which part of a leaf is read here and how it is wrapped. Some rows of one tensor
     are held in the dtype of the file at a time. Where a leaf's own key is absent, one of its copies
     is read; where both are there, they must be equal. Leaves that have several forms are read in
@@ -81,7 +82,12 @@ def load(
             none or several fit; unequal copies; values that are not finite.
     """
     found, leaves = match(abstract, folder, form)
-    _check_copies(found, leaves, dtype, place)
+    kinds = [
+        dtype if isinstance(dtype, torch.dtype)
+        else dtype(leaf.path, DTYPES[found[leaf.pieces[0].key].dtype])
+        for leaf in leaves
+    ]  # fmt: skip
+    _check_copies(found, leaves, kinds, place)
     places = [place(leaf.path, leaf.param) for leaf in leaves]
     values: list[Any] = [None] * len(leaves)
     left = [len(leaf.pieces) for leaf in leaves]
@@ -94,7 +100,7 @@ def load(
             for index, piece in held:
                 part, wrap = places[index]
                 if values[index] is None:
-                    values[index] = _room(leaves[index].param, part, dtype)
+                    values[index] = _room(leaves[index].param, part, kinds[index])
                 if not _fill(values[index], reader, leaves[index].param, piece, part):
                     raise ValueError(f"{file}: {piece.key} has values that are not finite")
                 left[index] -= 1
@@ -295,9 +301,12 @@ def _cut(kept: list[range], sizes: list[int]) -> tuple[slice, list[int], list[sl
 
 
 def _check_copies(
-    found: Mapping[str, Entry], leaves: Sequence[Found], dtype: torch.dtype, place: Place
+    found: Mapping[str, Entry],
+    leaves: Sequence[Found],
+    kinds: Sequence[torch.dtype],
+    place: Place,
 ) -> None:
-    for leaf in leaves:
+    for leaf, dtype in zip(leaves, kinds, strict=True):
         part, _ = place(leaf.path, leaf.param)
         parts = []
         for piece in (*leaf.pieces, *leaf.copies) if leaf.copies else ():

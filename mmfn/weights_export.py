@@ -36,6 +36,7 @@ def export(
     form: str = "",
     source_form: str = "",
     shard_bytes: int = 5_000_000_000,
+    name: str = "model",
     fetch: Callable[[Tensor], Tensor] = lambda value: value,
     write: bool = True,
 ) -> None:
@@ -46,8 +47,8 @@ def export(
     their dtype. An explicit `dtype` comes before both (a config's own `dtype` entry stays as it
     is), and so does the `form` of leaves that have several; `source_form` is for a source whose
     form cannot be told. `files` are written beside the weights, in place of copies of the same
-    name. No file holds more than `shard_bytes` of tensors, unless it holds one. The folder appears
-    when it is complete.
+    name. No file holds more than `shard_bytes` of tensors, unless it holds one; they are called by
+    `name`. The folder appears when it is complete.
 
     Weights that are cut over ranks are made whole by `fetch`, one at a time. All ranks call this,
     and one of them does `write`.
@@ -58,9 +59,9 @@ def export(
             weights, a value is not finite, or is not in the dtype written; names them.
     """
     texts = files or {}
-    for name in texts:
-        if not disk.plain_name(name) or name == INDEX or name.endswith(".safetensors"):
-            raise ValueError(f"files: {name!r} is not a plain file name, or is one of weights")
+    for text in texts:
+        if not disk.plain_name(text) or text == INDEX or text.endswith(".safetensors"):
+            raise ValueError(f"files: {text!r} is not a plain file name, or is one of weights")
     values = _values(params, abstract)
     checked = _checked(values, fetch)
     tensors = [
@@ -76,9 +77,9 @@ def export(
         if source is not None:
             for path in _companions(source):
                 shutil.copyfile(path, unfinished / path.name)
-        for name, text in texts.items():
-            (unfinished / name).write_bytes(text.encode() if isinstance(text, str) else text)
-        _write_shards(tensors, unfinished, shard_bytes)
+        for file, text in texts.items():
+            (unfinished / file).write_bytes(text.encode() if isinstance(text, str) else text)
+        _write_shards(tensors, unfinished, shard_bytes, name)
 
 
 @attrs.frozen
@@ -184,19 +185,19 @@ def _ordered(tensors: Sequence[_Tensor]) -> list[_Tensor]:
     return sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
 
 
-def _write_shards(tensors: Sequence[_Tensor], folder: Path, shard_bytes: int) -> None:
+def _write_shards(tensors: Sequence[_Tensor], folder: Path, shard_bytes: int, name: str) -> None:
     shards = _shards(tensors, shard_bytes)
     if len(shards) == 1:
-        _write(shards[0], folder / "model.safetensors")
+        _write(shards[0], folder / f"{name}.safetensors")
         return
     index: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
-        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write(shard, folder / name)
-        index |= {tensor.key: name for tensor in shard}
+        file = f"{name}-{number:05d}-of-{len(shards):05d}.safetensors"
+        _write(shard, folder / file)
+        index |= {tensor.key: file for tensor in shard}
     total = sum(tensor.bytes for tensor in tensors)
     disk.write_json(
-        folder / INDEX,
+        folder / f"{name}.safetensors.index.json",
         {"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))},
     )
 

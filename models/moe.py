@@ -125,7 +125,8 @@ def feed_forward(
         probability = torch.where(real[:, None], probability, 0.0)
     y, left_out = compute.experts(
         partial(apply, ops=compute.ops),
-        (params.gate_up.flatten(2), params.down),
+        # The gate and the value are one product.
+        (tree.map(lambda w: w.flatten(2), params.gate_up), params.down),
         x,
         expert,
         weight,
@@ -145,8 +146,8 @@ def apply(
 ) -> Float[Tensor, "rows embed"]:
     """Apply gated feed-forward layers to the rows of each."""
     gate_up, down = weights
-    gate, up = ops.grouped_linear(x, gate_up, counts).chunk(2, -1)
-    return ops.grouped_linear(ops.swiglu(gate, up), down, counts)
+    gate, up = op.grouped(x, gate_up, counts, ops.grouped_linear).chunk(2, -1)
+    return op.grouped(ops.swiglu(gate, up), down, counts, ops.grouped_linear)
 
 
 def stacked(layers: list[Routing]) -> Routing:

@@ -7,7 +7,7 @@ tokens that a rank holds between blocks: all, unless they are cut (`Compute.text
 Source: Bai et al. 2025, arXiv:2511.21631; Yang et al. 2025, arXiv:2505.09388 (Qwen3).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import attrs
@@ -18,7 +18,7 @@ from torch import Tensor
 from mmfn import losses, tree
 from mmfn import ops as op
 from mmfn.batch import Batch
-from mmfn.compute import Compute, Region, plain
+from mmfn.compute import Compute, Region, inside, plain
 from mmfn.models import mlp, moe, vision
 from mmfn.param import Param
 from mmfn.tree import Leaf, pytree
@@ -172,6 +172,16 @@ def abstract(cfg: Config) -> Qwen3VL:
     )
 
 
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "text": ("text.embedding", "text.layers.*", "text.head.norm"),
+    "head": ("text.head.weight*",),
+    "tower": ("vision.patch.*", "vision.places", "vision.layers.*"),
+    "mergers": ("vision.merger.*", "vision.deepstack.*"),
+}
+"""Patterns of the paths of each part of the model, by the name that a command line takes; every
+weight is in one. A tied head is the embedding."""
+
+
 def angles(
     positions: Int[Tensor, "3 tokens"], cfg: Config
 ) -> tuple[Float[Tensor, "tokens head_dim"], Float[Tensor, "tokens head_dim"]]:
@@ -219,23 +229,21 @@ def project(
 
 def _cut(params: Block, cfg: Config, region: Region) -> Block:
     """Take weights that are whole on every rank to where heads or tokens are cut."""
-    own = params.attention
+    own, inner = params.attention, params.mlp
     before, after = region.outside(params.attention_norm, params.mlp_norm)
     # Where the query heads of a key head are cut, keys are not: each rank makes them.
     shared = own.q.shape[1] < cfg.heads // cfg.kv_heads
-    q_norm, k_norm, *both = region.inside(
-        own.q_norm, own.k_norm, *((own.k, own.v) if shared else ())
+    taken = inside(
+        region,
+        tree.fields(own) | tree.fields(inner),
+        whole={"q_norm", "k_norm", "router", *(("k", "v") if shared else ())},
+        inputs={"o", "down"},
     )
-    k, v = both or (own.k, own.v)
-    inner = params.mlp
-    if isinstance(inner, moe.Moe):
-        (router,) = region.inside(inner.router)
-        inner = tree.evolve(inner, router=router)
     return Block(
         attention_norm=before,
-        attention=Attention(q=own.q, k=k, v=v, o=own.o, q_norm=q_norm, k_norm=k_norm),
+        attention=tree.evolve(own, **{name: taken[name] for name in tree.fields(own)}),
         mlp_norm=after,
-        mlp=inner,
+        mlp=tree.evolve(inner, **{name: taken[name] for name in tree.fields(inner)}),
     )
 
 
@@ -322,10 +330,12 @@ def head(
 
     x is what `join` gives.
     """
-    (norm,) = compute.text.outside(compute.ready(params.head.norm))
+    region = compute.text
+    (norm,) = region.outside(compute.ready(params.head.norm))
     weight = params.embedding if params.head.weight is None else params.head.weight
-    x = compute.text.fan(compute.ops.rms_norm(x, norm, cfg.eps))
-    return x, compute.ready(weight)
+    x = region.fan(compute.ops.rms_norm(x, norm, cfg.eps))
+    weight = inside(region, {"head": compute.ready(weight)})["head"]
+    return weight.joined(x) if isinstance(weight, op.Composed) else (x, weight)
 
 
 def logits(

@@ -8,6 +8,7 @@ Source: Bai et al. 2025, arXiv:2511.21631 (Qwen3-VL).
 
 import math
 from functools import partial
+from typing import Any
 
 import attrs
 import torch
@@ -16,8 +17,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mmfn import ops as op
+from mmfn import tree
 from mmfn.batch import Media
-from mmfn.compute import Compute, Region
+from mmfn.compute import Compute, Region, inside
 from mmfn.param import Param
 from mmfn.tree import Leaf, pytree
 
@@ -204,8 +206,8 @@ def block(
     compute: Compute,
 ) -> Float[Tensor, "patches vision_embed"]:
     """Attend within each frame, then the feed-forward layer."""
-    params = compute.ready(params)
     ops, region = compute.ops, compute.tower
+    params = _cut(compute.ready(params), region)
     y = region.fan(layer_norm(x, params.attention_norm))
     q, k, v = op.linear(y, params.qkv.weight, params.qkv.bias).unbind(1)
     q, k = ops.rotary(q, cos, sin), ops.rotary(k, cos, sin)
@@ -214,6 +216,18 @@ def block(
     y = region.fan(layer_norm(x, params.mlp_norm))
     y = F.gelu(op.linear(y, params.up.weight, params.up.bias), approximate="tanh")
     return x + _out(params.down, y, region)
+
+
+def _cut(params: Any, region: Region) -> Any:
+    """Take what is whole on every rank of a block or merger's matrices to where they are cut."""
+    own = {
+        name: affine.weight for name, affine in tree.fields(params).items() if "norm" not in name
+    }
+    taken = inside(region, own, inputs={"proj", "down"})
+    return tree.evolve(
+        params,
+        **{n: tree.evolve(getattr(params, n), weight=weight) for n, weight in taken.items()},
+    )
 
 
 def _out(params: Affine, y: Tensor, region: Region) -> Tensor:
@@ -226,7 +240,7 @@ def merge(
     params: Merger, x: Float[Tensor, "patches vision_embed"], compute: Compute
 ) -> Float[Tensor, "features embed"]:
     """Make one feature of each block of patches; the norm's size says if it comes before."""
-    params = compute.ready(params)
+    params = _cut(compute.ready(params), compute.tower)
     joined = params.up.weight.shape[1]
     if params.norm.weight.shape[0] == joined:
         y = layer_norm(x.reshape(-1, joined), params.norm)

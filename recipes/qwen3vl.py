@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from mmfn import (
     files,
     flops,
     loop,
+    lora,
+    lora_files,
     optim,
     param,
     report,
@@ -81,6 +84,8 @@ def main(cfg: Config, ranks: Ranks = ALONE) -> TrainState:
     job = jobs.load(cfg)
     on = jobs.parallel(cfg, job, mesh)
     say(param.table(job.abstract) if cfg.run.verbose else job.headline)
+    if cfg.lora.rank:
+        say(lora.table(job.abstract, qwen3_vl.GROUPS))
     read = data.reading(mesh, ranks)
     train, steps = data.training(cfg, job, say, read)
     held_out = data.evaluation(cfg, job, say, read)
@@ -94,12 +99,13 @@ def main(cfg: Config, ranks: Ranks = ALONE) -> TrainState:
     optimizer = make_optimizer(cfg, job, device, steps)
     trained, _ = tree.partition(job.trained, on.layout.specs)
     step = make_step(
-        on.loss(partial(loss, cfg=job.config, compute=compute, balance=cfg.train.balance)),
+        on.loss(partial(loss, cfg=job.config, compute=compute, balance=cfg.train.balance, on=on)),
         optimizer,
         norm=on.norm(trained),
         reduce=on.reduce,
         prepare=prepare(cfg, job, compute, on),
         report=qwen3_vl.report(job.config),
+        random=cfg.lora.dropout > 0,
     )
     step = on_local(compile_step(step) if cfg.run.compile == "step" else step)
     state = initial(cfg, job, optimizer, on)
@@ -149,7 +155,7 @@ def main(cfg: Config, ranks: Ranks = ALONE) -> TrainState:
             log.note(f"stopped after step {done} of {steps}; go on with: {command(cfg, ranks)}")
             raise SystemExit(128 + ranks.largest(stopping()))
         found = measure(state, done, None)
-    finish(cfg, job, state, found, about, ranks)
+    finish(cfg, job, state, found, about, on, ranks)
     last: TrainState = state
     return last
 
@@ -179,15 +185,36 @@ def initial(cfg: Config, job: jobs.Job, optimizer: optim.Optimizer, on: Parallel
 
     Each rank makes or reads its own parts only.
     """
+    place = on.layout.place
+    adapters, params = lora.split(job.abstract)
     if cfg.model.path is None:
-        params = param.init(job.abstract, cfg.run.seed, place=on.layout.place)
+        params = param.init(params, cfg.run.seed, place=place)
     else:
         params = weights.load(
-            job.abstract, cfg.model.path, place=on.layout.place, form=form_of(cfg.model.form)
-        )
+            params, cfg.model.path, dtype=stored(cfg, job), place=place,
+            form=form_of(cfg.model.form),
+        )  # fmt: skip
+    if cfg.lora.path is not None:
+        adapters = lora_files.load(job.abstract, cfg.lora.config(), cfg.lora.path, place=place)
+    else:
+        adapters = param.init(adapters, cfg.run.seed, place=place)
+    params = tree.combine(adapters, params)
+    if cfg.lora.magnitude and cfg.lora.path is None:
+        params = lora.begin(params, full, on.layout.put)
     trained, frozen = tree.partition(job.trained, params)
     whole = not tree.leaves(frozen)
     return start(trained, optimizer, frozen=None if whole else frozen, seed=cfg.run.seed)
+
+
+def stored(cfg: Config, job: jobs.Job) -> Callable[[str, torch.dtype], torch.dtype]:
+    """Say in what a weight is stored: float32, but a frozen one as its file has it, where that is
+    what is computed in."""
+    own = torch.bfloat16 if cfg.train.precision == "bfloat16" else torch.float32
+
+    def kind(path: str, published: torch.dtype) -> torch.dtype:
+        return own if published == own and not job.trained(path, None) else torch.float32
+
+    return kind
 
 
 def form_of(name: str) -> str:
@@ -268,25 +295,31 @@ def command(cfg: Config, ranks: Ranks) -> str:
     return shlex.join([*start, "recipes/qwen3vl.py", *words, "--run.resume"])
 
 
-def finish(
-    cfg: Config,
-    job: jobs.Job,
-    state: TrainState,
-    found: list[evaluate.Answer],
-    about: dict[str, Any],
-    ranks: Ranks,
-) -> None:
-    """Export the weights, write the report, and print what came out."""
-    folder = cfg.run.out
-    assert folder is not None
-    if cfg.run.export:
-        target = folder / "export"
-        if ranks.first:
-            shutil.rmtree(target, ignore_errors=True)  # Of the run before it was resumed.
-        export(
-            whole(state),
+def export_all(
+    cfg: Config, job: jobs.Job, state: TrainState, on: Parallel, ranks: Ranks
+) -> list[Path]:
+    """Write the weights as a Hugging Face folder, and adapters as one of PEFT; gives the folders."""
+    assert cfg.run.out is not None
+    targets = {"adapter": bool(cfg.lora.rank and not cfg.lora.also),
+               "export": not cfg.lora.rank or cfg.lora.merge}  # fmt: skip
+    folders = [cfg.run.out / name for name, wanted in targets.items() if wanted]
+    for folder in folders if ranks.first else ():
+        shutil.rmtree(folder, ignore_errors=True)  # Of the run before it was resumed.
+    if targets["adapter"]:
+        lora_files.save(
+            state.params,
             job.abstract,
-            target,
+            cfg.lora.config(),
+            cfg.run.out / "adapter",
+            base=str(cfg.model.path or ""),
+            fetch=full,
+            write=ranks.first,
+        )
+    if targets["export"]:
+        export(
+            on.layout.merged(whole(state)) if cfg.lora.rank else whole(state),
+            lora.without(job.abstract),
+            cfg.run.out / "export",
             source=cfg.model.path,
             files=job.files,
             form=form_of(cfg.run.export_form),
@@ -294,6 +327,22 @@ def finish(
             fetch=full,
             write=ranks.first,
         )
+    return folders
+
+
+def finish(
+    cfg: Config,
+    job: jobs.Job,
+    state: TrainState,
+    found: list[evaluate.Answer],
+    about: dict[str, Any],
+    on: Parallel,
+    ranks: Ranks,
+) -> None:
+    """Export the weights, write the report, and print what came out."""
+    folder = cfg.run.out
+    assert folder is not None
+    written = export_all(cfg, job, state, on, ranks) if cfg.run.export else []
     if not ranks.first:
         return
     steps, evaluations = logs.read(folder)
@@ -312,8 +361,8 @@ def finish(
     }
     shown = [jobs.show(answer, job) for answer in jobs.choose(found, 24)]
     page = report.write(folder, config=config.to_dict(cfg), summary=summary, samples=shown)
-    if cfg.run.export:
-        print(f"exported {folder / 'export'}")
+    for path in written:
+        print(f"exported {path}")
     print(f"report {page}")
     if found:
         print(jobs.answer_table(jobs.choose(found, 8)))

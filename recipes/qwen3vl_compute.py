@@ -5,6 +5,7 @@ from typing import Any
 import attrs
 import torch
 
+from mmfn import lora
 from mmfn.compute import Compute, sequential
 from mmfn.device import Device
 from mmfn.kernels.loss import in_chunks
@@ -29,9 +30,13 @@ def loss(
     cfg: qwen3_vl.Config,
     compute: Compute,
     balance: float,
+    on: Parallel,
+    key: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Any]:
     """Give the loss that is trained, next-token cross entropy over the count of the step, with the
-    balance loss of experts; and their routing."""
+    balance loss of experts; and their routing. `key` says what adapters leave out."""
+    if key is not None:
+        params = lora.keyed(params, on.key(key))
     return qwen3_vl.losses_of(params, batch, cfg, compute, balance=balance, load=load)
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 import attrs
 
-from mmfn import optim, schedules
+from mmfn import lora, optim, schedules
 from mmfn.optim import Group
 
 
@@ -31,6 +31,9 @@ class Data:
 
     train: Path | None = None
     """Chat samples, .json or .jsonl: `conversations` or `messages`; without one, digits."""
+    digits: Literal["auto", "light", "dark"] = "auto"
+    """How the embedded digits are shown, in place of --data.train: light on dark or dark on light;
+    auto is light, where there is no --model.path."""
     eval: Path | None = None
     """Held-out samples in the same form."""
     media_root: Path | None = None
@@ -139,11 +142,54 @@ class Train:
     remat: bool = False
     """Keep only inputs of blocks, run them again backward: less memory, a third more work."""
     freeze: tuple[str, ...] = ()
-    """Patterns of paths that are not trained: `vision.*`."""
+    """What is not trained: parts of the model (text, head, tower, mergers), or patterns of paths:
+    `vision.*`."""
     eval_every: int = 0
     """Steps between evaluations; 0 evaluates at the end only."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What follows a gradient that is not finite; its step is never taken."""
+
+
+@attrs.frozen
+class Lora:
+    """Adapters that are trained beside weights that stay."""
+
+    rank: int = 0
+    """Of the change of each adapted weight; 0 trains the weights themselves."""
+    targets: tuple[str, ...] = ("linear",)
+    """What is adapted: `linear` is all matrices of blocks and mergers, those of experts too; parts
+    of the model (text, head, tower, mergers); published names (`q_proj`); or patterns of paths."""
+    alpha: float = 16.0
+    """The change is scaled by alpha / rank."""
+    root: bool = False
+    """Scale it by alpha / sqrt(rank) (rsLoRA)."""
+    dropout: float = 0.0
+    """Share of the inputs of adapters that are left out in training."""
+    magnitude: bool = False
+    """Train the length of each row apart (DoRA)."""
+    initial: Literal["kaiming", "gaussian"] = "kaiming"
+    """Spread of the first matrices at the start."""
+    path: Path | None = None
+    """Folder of adapters to begin with, as PEFT or an earlier run wrote it."""
+    also: tuple[str, ...] = ()
+    """What is trained whole besides: parts of the model, or patterns of paths; needs
+    --lora.merge."""
+    merge: bool = False
+    """Export the whole model with the adapters added up, not only the adapters."""
+
+    def config(self) -> lora.Config:
+        """Give what the library takes.
+
+        Raises:
+            ValueError: a number is out of range; names its flag.
+        """
+        try:
+            return lora.Config(
+                self.targets, self.rank, self.alpha, self.root, self.dropout, self.magnitude,
+                self.initial,
+            )  # fmt: skip
+        except ValueError as error:
+            raise ValueError(f"--lora.{error}") from None
 
 
 @attrs.frozen
@@ -219,6 +265,7 @@ class Config:
     data: Data = Data()
     optimizer: Optimizer = Optimizer()
     train: Train = Train()
+    lora: Lora = Lora()
     sharding: Sharding = Sharding()
     run: Run = Run()
 
@@ -233,12 +280,20 @@ def resolve(cfg: Config) -> Config:
     Raises:
         ValueError: a flag is out of range, or two exclude each other; names them and their values.
     """
-    if (cfg.model.path is None) != (cfg.data.train is None):
-        given, lacking = "--model.path", "--data.train"
-        if cfg.model.path is None:
-            given, lacking = lacking, given
-        raise ValueError(f"{given} needs {lacking}; without both the embedded digits are trained")
-    digits = cfg.model.path is None
+    digits = cfg.data.train is None
+    if cfg.model.path is None and not digits:
+        raise ValueError(
+            "--data.train needs --model.path; without both the embedded digits are trained"
+        )
+    if cfg.model.path is not None and digits and cfg.data.digits == "auto":
+        raise ValueError(
+            "--model.path needs --data.train, or --data.digits=light or dark; without all the "
+            "embedded digits are trained"
+        )
+    if not digits and cfg.data.digits != "auto":
+        raise ValueError(
+            f"--data.train={cfg.data.train} and --data.digits={cfg.data.digits} exclude each other"
+        )
     if digits and (cfg.data.eval or cfg.data.media_root):
         flag = "--data.eval" if cfg.data.eval else "--data.media-root"
         raise ValueError(f"{flag} has no effect on the embedded digits; it needs --data.train")
@@ -306,6 +361,7 @@ def _check(cfg: Config) -> None:
         "--model.experts": (cfg.model.experts, 0),
         "--train.balance": (train.balance, 0),
         "--train.loss-rows": (train.loss_rows, 0),
+        "--lora.rank": (cfg.lora.rank, 0),
         "--optimizer.lr": (own.lr, 0),
         "--optimizer.weight-decay": (own.weight_decay, 0),
     }
@@ -353,3 +409,21 @@ def _check(cfg: Config) -> None:
             "in a graph"
         )
     own.parsed_rules()
+    _check_lora(cfg.lora)
+
+
+def _check_lora(own: Lora) -> None:
+    if own.rank:
+        own.config()
+        if own.also and not own.merge:
+            raise ValueError(
+                f"--lora.also={' '.join(own.also)} needs --lora.merge: a folder of adapters has no "
+                "room for whole weights"
+            )
+        return
+    for field in attrs.fields(Lora):
+        if field.name != "rank" and getattr(own, field.name) != field.default:
+            flag = field.name.replace("_", "-")
+            raise ValueError(
+                f"--lora.{flag}={getattr(own, field.name)} has no effect without --lora.rank"
+            )

@@ -14,7 +14,7 @@ import torch
 import transformers
 
 import mmfn
-from mmfn import files, param, tree
+from mmfn import files, lora, param, tree
 from mmfn.data import chat as chats
 from mmfn.data import digits, formats, media
 from mmfn.data import tokenizer as tokenizers
@@ -94,6 +94,10 @@ def parallel(cfg: Config, job: Job, mesh: Mesh) -> Parallel:
             f"--run.compile={cfg.run.compile} needs static shapes, --sharding.experts=gathered or "
             f"bounded; {cfg.sharding.experts} waits for numbers of rows"
         )
+    if cfg.lora.magnitude and sizes.tp > 1:
+        raise ValueError(
+            f"--lora.magnitude needs whole rows of weights, which tp={sizes.tp} in --mesh cuts"
+        )
     experts: dict[str, Callable[[Axis], Experts]] = {
         "exchanged": partial(exchanged, chunks=cfg.sharding.chunks),
         "balanced": partial(balanced, slots=cfg.sharding.slots),
@@ -118,27 +122,39 @@ many pairs. A short run makes only what it can read."""
 def load(cfg: Config) -> Job:
     """Read model config, tokenizer and samples: cheap things first, weights not at all."""
     assert cfg.data.max_tokens is not None
-    if cfg.model.path is None:
-        return _digits(cfg)
-    assert cfg.data.train is not None
-    if not cfg.model.path.is_dir():
+    if cfg.model.path is not None and not cfg.model.path.is_dir():
         raise ValueError(f"--model.path={cfg.model.path} is not a folder")
     for flag, path in (("--data.train", cfg.data.train), ("--data.eval", cfg.data.eval)):
         if path is not None and not path.is_file():
             raise ValueError(f"{flag}={path} is not a file")
+    model, chat, published = _small(cfg) if cfg.model.path is None else _published(cfg)
+    if cfg.data.train is None:
+        dark = cfg.data.digits == "dark"
+        train = digits.train(cfg.run.seed, _wanted(cfg), vary=True, dark=dark)
+        held_out = digits.held_out(dark=dark)
+        return _job(cfg, model, chat, train, held_out, (Path(), Path()), published)
     root = cfg.data.media_root or cfg.data.train.parent
     other = cfg.data.media_root or (cfg.data.eval or cfg.data.train).parent
     if not root.is_dir():
         raise ValueError(f"--data.media-root={root} is not a folder")
+    held_out = formats.read(cfg.data.eval) if cfg.data.eval is not None else ()
+    return _job(cfg, model, chat, formats.read(cfg.data.train), held_out, (root, other), published)
+
+
+Parts = tuple[qwen3_vl.Config, chats.Chat, Mapping[str, bytes | str]]
+
+
+def _published(cfg: Config) -> Parts:
+    """Read the model's config and what makes tokens and patches of a chat."""
+    assert cfg.model.path is not None
+    assert cfg.data.max_tokens is not None
     model = hub.read_config(cfg.model.path)
     chat = chats.load(cfg.model.path, cfg.data.max_tokens)
-    chat = attrs.evolve(chat, pixels=_budget(chat.pixels, cfg))
-    held_out = formats.read(cfg.data.eval) if cfg.data.eval is not None else ()
-    return _job(cfg, model, chat, formats.read(cfg.data.train), held_out, (root, other), {})
+    return model, attrs.evolve(chat, pixels=_budget(chat.pixels, cfg)), {}
 
 
-def _digits(cfg: Config) -> Job:
-    """Make the embedded job: a small model of the same architecture, and handwritten digits."""
+def _small(cfg: Config) -> Parts:
+    """Make a small model of the same architecture, for the digits, and the files it needs."""
     assert cfg.data.max_tokens is not None
     tokenizer = tokenizers.build(digits.texts(), vocab=320)
     special = chats.special_of(tokenizer)
@@ -162,11 +178,14 @@ def _digits(cfg: Config) -> Job:
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         published |= {p.name: p.read_bytes() for p in Path(folder).iterdir() if p.is_file()}
+    return model, chat, published
+
+
+def _wanted(cfg: Config) -> int:
+    """Give how many samples of digits a run can read."""
     assert cfg.data.row_tokens is not None
     # The shortest sample has 26 tokens. Rows a step are not asked: other ranks may take them over.
-    room = (cfg.train.steps or DIGITS) * 8 * cfg.data.row_tokens // 26
-    train = digits.train(cfg.run.seed, min(DIGITS, max(room, 64)), vary=True)
-    return _job(cfg, model, chat, train, digits.held_out(), (Path(), Path()), published)
+    return min(DIGITS, max((cfg.train.steps or DIGITS) * 8 * cfg.data.row_tokens // 26, 64))
 
 
 def _experts(experts: int) -> moe.Config | None:
@@ -213,13 +232,9 @@ def _job(
     if model.experts is None and cfg.train.balance:
         raise ValueError(f"--train.balance={cfg.train.balance} has no effect without experts")
     abstract = qwen3_vl.abstract(model)
-    paths = tree.paths(abstract)
-    for pattern in cfg.train.freeze:
-        if not fnmatch.filter(paths, pattern):
-            raise ValueError(f"--train.freeze {pattern!r} matches no weight; see --run.verbose")
-    kept = {p for p in paths if not any(fnmatch.fnmatchcase(p, f) for f in cfg.train.freeze)}
-    if not kept:
-        raise ValueError(f"--train.freeze {' '.join(cfg.train.freeze)} leaves nothing to train")
+    if cfg.lora.rank:
+        abstract = _adapted(cfg, abstract)
+    kept = _trained(cfg, abstract)
     return Job(
         config=model,
         abstract=abstract,
@@ -232,6 +247,44 @@ def _job(
         trained=lambda path, leaf: path in kept,
         files=published,
     )
+
+
+def _adapted(cfg: Config, abstract: qwen3_vl.Qwen3VL) -> Any:
+    try:
+        return lora.adapt(abstract, cfg.lora.config(), qwen3_vl.GROUPS)
+    except ValueError as error:
+        raise ValueError(f"--lora.targets: {error}") from None
+
+
+def _trained(cfg: Config, abstract: Any) -> set[str]:
+    """List the paths of what is trained.
+
+    Raises:
+        ValueError: a pattern matches no weight, or nothing is left; names the flag.
+    """
+    paths = tree.paths(abstract)
+
+    def matching(flag: str, names: Sequence[str]) -> set[str]:
+        found: set[str] = set()
+        for name in names:
+            here = [
+                p for own in qwen3_vl.GROUPS.get(name, (name,)) for p in fnmatch.filter(paths, own)
+            ]
+            if not here:
+                raise ValueError(
+                    f"{flag} {name!r} matches no weight; there are {', '.join(qwen3_vl.GROUPS)} and "
+                    "patterns of paths, see --run.verbose"
+                )
+            found.update(here)
+        return found
+
+    kept = set(paths)
+    if cfg.lora.rank:
+        kept = lora.paths(abstract) | matching("--lora.also", cfg.lora.also)
+    kept -= matching("--train.freeze", cfg.train.freeze)
+    if not kept:
+        raise ValueError(f"--train.freeze {' '.join(cfg.train.freeze)} leaves nothing to train")
+    return kept
 
 
 def about(cfg: Config, device: Device, mesh: Mesh) -> dict[str, Any]:

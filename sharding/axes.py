@@ -274,11 +274,16 @@ def pmax(x: Tensor, axis: Axis) -> Tensor:
 
 
 def vary(axis: Axis, *values: Tensor) -> tuple[Tensor, ...]:
-    """Take whole values to where each rank computes something else; one sum backward for all."""
-    if axis.size == 1 or not values:
+    """Take whole values to where each rank computes something else; one sum backward for all.
+
+    What takes no gradient stays as it is: it must be the same values on every rank.
+    """
+    trained = [value for value in values if value.requires_grad]
+    if axis.size == 1 or not trained:
         return values
     apply: Callable[..., tuple[Tensor, ...]] = _Vary.apply
-    return apply(axis, *values)
+    varied = iter(apply(axis, *trained))
+    return tuple(next(varied) if value.requires_grad else value for value in values)
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int, length: int) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from mmfn import tree
+from mmfn import lora, tree
 from mmfn.param import Param, Part
 from mmfn.sharding import axes
 from mmfn.sharding.mesh import Mesh
@@ -29,6 +29,18 @@ class Layout:
         """Say which part of a leaf is made or read here, and wrap it; for `init` and `load`."""
         own = dict(tree.items(self.specs))[path]
         return own.part(self.mesh), lambda value: wrap(value, own, self.mesh)
+
+    def put(self, path: str, whole: Tensor) -> Tensor:
+        """Store this rank's part of a whole tensor that is the leaf at a path."""
+        own = dict(tree.items(self.specs))[path]
+        return wrap(whole[own.part(self.mesh)], own, self.mesh)
+
+    def merged(self, stored: Any) -> Any:
+        """Add the adapters of a tree to its weights, each rank in its own parts."""
+        specs = lora.without(self.specs)
+        return tree.map(
+            lambda value, own: wrap(value, own, self.mesh), lora.merge(local(stored)), specs
+        )
 
     def bind(self, local: Any) -> Any:
         """Join each local tensor of a tree of weights with its spec: what a gather needs.

@@ -8,7 +8,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from mmfn import tree
+from mmfn import rng, tree
 from mmfn.compute import Compute, Stack
 from mmfn.experts import Experts
 from mmfn.sharding import axes, layout, regions, unshard
@@ -90,7 +90,14 @@ class Parallel:
 
     def loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
         """Let a loss of (params, batch, ...) take the local tensors of a rank."""
-        return lambda params, *rest: loss(self.layout.bind(params), *rest)
+        return lambda params, *rest, **more: loss(self.layout.bind(params), *rest, **more)
+
+    def key(self, key: Tensor) -> Tensor:
+        """Make of a random key one for this rank: another where other tokens are."""
+        if self.mesh.sizes.world == 1:
+            return key
+        place = self.mesh.data_index * self.mesh.sizes.cp + self.mesh.cp.index
+        return rng.bits(key, torch.full((), place, device=key.device))
 
     def norm(self, trained: Any) -> Callable[[Any], Tensor]:
         """Make the norm of a tree of local gradients; `trained` has the specs of its leaves."""

@@ -58,24 +58,31 @@ class _Digits:
     train: Int[np.ndarray, " train"]
     """Indices of pictures, in ascending order, like those held out."""
     held_out: Int[np.ndarray, " held_out"]
+    dark: bool = False
+    """Whether they are shown dark on light."""
+
+    def url(self, image: UInt8[np.ndarray, "height width"]) -> str:
+        """Write a picture as it is shown."""
+        return _url(255 - image if self.dark else image)
 
 
-def train(seed: int, count: int, *, vary: bool = False) -> tuple[Sample, ...]:
+def train(seed: int, count: int, *, vary: bool = False, dark: bool = False) -> tuple[Sample, ...]:
     """Make `count` training samples; the first of them do not depend on how many there are.
 
     Even ones show one picture: all 1,438 in an order of the seed, then all in another order. Odd
     ones show a random pair, whose two digits are any two with equal probability, in any order. With
-    `vary` each picture is turned and moved a little, each time another way.
+    `vary` each picture is turned and moved a little, each time another way; `dark` shows them dark
+    on light.
 
     Raises:
         ValueError: `count` is below 1.
     """
-    return _train(seed, count, _read(), None, vary=vary)
+    return _train(seed, count, attrs.evolve(_read(), dark=dark), None, vary=vary)
 
 
-def held_out() -> tuple[Sample, ...]:
+def held_out(*, dark: bool = False) -> tuple[Sample, ...]:
     """Give the samples to measure with: each picture held out once, then as many random pairs."""
-    return _held_out(_read(), None)
+    return _held_out(attrs.evolve(_read(), dark=dark), None)
 
 
 def texts() -> tuple[str, ...]:
@@ -184,7 +191,7 @@ def _samples(
     varied: Callable[..., Any] | None = None,
 ) -> tuple[Sample, ...]:
     """Ask about each tuple of pictures; without names of files, pictures are data URLs."""
-    sources = names or [_url(image) for image in digits.images]
+    sources = names or [digits.url(image) for image in digits.images]
     samples = []
     for index, (pictures, word) in enumerate(zip(shown, wording, strict=True)):
         asked = ONE if len(pictures) == 1 else TWO
@@ -192,7 +199,7 @@ def _samples(
             images = tuple(Image(sources[picture]) for picture in pictures)
         else:
             images = tuple(
-                Image(_url(varied(digits.images[picture], place=f"{index} {number}")))
+                Image(digits.url(varied(digits.images[picture], place=f"{index} {number}")))
                 for number, picture in enumerate(pictures)
             )
         question = Turn("user", (*images, Text(asked[word % len(asked)])))
