@@ -77,8 +77,8 @@ class Adapted(op.Composed):
     """Length of each row, `[*out]`; absent unless it is trained."""
     key: Leaf = None
     """Seed of what is left out in this pass, int64; absent where nothing is."""
-    scale: float = static(1.0)
-    dropout: float = static(0.0)
+    scale: float = static(default=1.0)
+    dropout: float = static(default=0.0)
 
     @property
     def shape(self) -> Any:
@@ -184,7 +184,7 @@ def _modules(chosen: Mapping[str, Param]) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     around: dict[str, int] = {}
-    for path, param in reversed(chosen.items()):
+    for path, param in reversed(list(chosen.items())):
         if param.key.endswith(".weight"):
             found[path] = param.key.removesuffix(".weight")
             continue

@@ -38,6 +38,7 @@ AXES: Mapping[str, str] = {
     "patch_time": "frames in a patch",
     "patch_height": "rows of pixels in a patch",
     "patch_width": "columns of pixels in a patch",
+    "columns": "of a matrix that is joined of parts",
 }
 """The one vocabulary of axes: in abstract trees, sharding tables, errors and docs."""
 

@@ -77,8 +77,9 @@ def export(
         if source is not None:
             for path in _companions(source):
                 shutil.copyfile(path, unfinished / path.name)
-        for file, text in texts.items():
-            (unfinished / file).write_bytes(text.encode() if isinstance(text, str) else text)
+        for file, content in texts.items():
+            data = content.encode() if isinstance(content, str) else content
+            (unfinished / file).write_bytes(data)
         _write_shards(tensors, unfinished, shard_bytes, name)
 
 

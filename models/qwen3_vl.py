@@ -325,10 +325,10 @@ def start(
 
 def head(
     params: Decoder, x: Float[Tensor, "tokens embed"], cfg: Config, compute: Compute
-) -> tuple[Float[Tensor, "tokens embed"], Float[Tensor, "vocab embed"]]:
+) -> tuple[Float[Tensor, "tokens columns"], Float[Tensor, "vocab columns"]]:
     """Give the normalised states and the weight of the head, whose product are the logits.
 
-    x is what `join` gives.
+    x is what `join` gives. There are `embed` columns, and more if the head is adapted.
     """
     region = compute.text
     (norm,) = region.outside(compute.ready(params.head.norm))

@@ -43,7 +43,8 @@ from mmfn.models.flops import count, lengths
 from mmfn.recipes import qwen3vl_data as data
 from mmfn.recipes import qwen3vl_job as jobs
 from mmfn.recipes.qwen3vl_compute import compose, loss, prepare
-from mmfn.recipes.qwen3vl_config import Config, resolve
+from mmfn.recipes.qwen3vl_config import Config
+from mmfn.recipes.qwen3vl_resolve import resolve
 from mmfn.recipes.qwen3vl_resume import refuse_other
 from mmfn.sharding import mesh as meshes
 from mmfn.sharding.axes import silent
@@ -298,7 +299,7 @@ def command(cfg: Config, ranks: Ranks) -> str:
 def export_all(
     cfg: Config, job: jobs.Job, state: TrainState, on: Parallel, ranks: Ranks
 ) -> list[Path]:
-    """Write the weights as a Hugging Face folder, and adapters as one of PEFT; gives the folders."""
+    """Write the weights as a Hugging Face folder, adapters as one of PEFT; gives the folders."""
     assert cfg.run.out is not None
     targets = {"adapter": bool(cfg.lora.rank and not cfg.lora.also),
                "export": not cfg.lora.rank or cfg.lora.merge}  # fmt: skip

@@ -40,7 +40,7 @@ class Job:
     """All that a run needs besides its flags."""
 
     config: qwen3_vl.Config
-    abstract: qwen3_vl.Qwen3VL
+    abstract: Any
     chat: chats.Chat
     geometry: Geometry
     train: Sequence[Sample]
@@ -137,8 +137,8 @@ def load(cfg: Config) -> Job:
     other = cfg.data.media_root or (cfg.data.eval or cfg.data.train).parent
     if not root.is_dir():
         raise ValueError(f"--data.media-root={root} is not a folder")
-    held_out = formats.read(cfg.data.eval) if cfg.data.eval is not None else ()
-    return _job(cfg, model, chat, formats.read(cfg.data.train), held_out, (root, other), published)
+    asked = formats.read(cfg.data.eval) if cfg.data.eval is not None else ()
+    return _job(cfg, model, chat, formats.read(cfg.data.train), asked, (root, other), published)
 
 
 Parts = tuple[qwen3_vl.Config, chats.Chat, Mapping[str, bytes | str]]
@@ -272,15 +272,15 @@ def _trained(cfg: Config, abstract: Any) -> set[str]:
             ]
             if not here:
                 raise ValueError(
-                    f"{flag} {name!r} matches no weight; there are {', '.join(qwen3_vl.GROUPS)} and "
-                    "patterns of paths, see --run.verbose"
+                    f"{flag} {name!r} matches no weight; there are "
+                    f"{', '.join(qwen3_vl.GROUPS)} and patterns of paths, see --run.verbose"
                 )
             found.update(here)
         return found
 
     kept = set(paths)
     if cfg.lora.rank:
-        kept = lora.paths(abstract) | matching("--lora.also", cfg.lora.also)
+        kept = set(lora.paths(abstract)) | matching("--lora.also", cfg.lora.also)
     kept -= matching("--train.freeze", cfg.train.freeze)
     if not kept:
         raise ValueError(f"--train.freeze {' '.join(cfg.train.freeze)} leaves nothing to train")

@@ -11,7 +11,7 @@ FREE = {
     *(f"sharding.{name}" for name in ("rules", "sequence", "regather", "prefetch")),
     *(f"sharding.{name}" for name in ("check", "timeout", "experts", "chunks", "slots", "room")),
     *(f"run.{name}" for name in ("resume", "out", "verbose", "traceback", "export")),
-    *("run.export_form", "model.form"),
+    *("run.export_form", "model.form", "lora.merge"),
     *(f"run.{name}" for name in ("save_every", "save_behind", "keep", "peak_flops")),
     *(f"data.{name}" for name in ("eval", "workers", "eval_samples", "answer_tokens")),
 }

@@ -19,7 +19,8 @@ from mmfn.data import digits, pack
 from mmfn.data.encoded import Geometry
 from mmfn.models import hub, qwen3_vl
 from mmfn.recipes import qwen3vl
-from mmfn.recipes.qwen3vl_config import Config, resolve
+from mmfn.recipes.qwen3vl_config import Config
+from mmfn.recipes.qwen3vl_resolve import resolve
 from mmfn.train import TrainState
 
 SCRIPT = Path(__file__).parents[1] / "recipes" / "qwen3vl.py"
@@ -54,7 +55,7 @@ def few_questions(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Hold out 12 samples of the digits only, so that evaluations are short."""
     patch = pytest.MonkeyPatch()
     held_out = digits.held_out()
-    patch.setattr(digits, "held_out", lambda: (*held_out[:6], *held_out[-6:]))
+    patch.setattr(digits, "held_out", lambda *, dark=False: (*held_out[:6], *held_out[-6:]))
     yield
     patch.undo()
 
