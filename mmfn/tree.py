@@ -113,7 +113,9 @@ def evolve(node: Tree, **changes: Any) -> Tree:
 
 def fields(node: Any) -> dict[str, Any]:
     """Give the children of a node by the names of their fields, without absent ones."""
-    return {n: child for n in _fields(node) if (child := getattr(node, n)) is not None}
+    # No assignment in the expression: torch.compile (2.13) reads a cell that is not yet filled.
+    named = [(name, getattr(node, name)) for name in _fields(node)]
+    return {name: child for name, child in named if child is not None}
 
 
 def leaves(tree: Any) -> list[Any]:

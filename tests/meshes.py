@@ -13,7 +13,7 @@ import tiny
 import torch
 from torch import Tensor
 
-from mmfn import optim, tree
+from mmfn import lora, optim, tree
 from mmfn.batch import Batch
 from mmfn.compute import Compute, sequential
 from mmfn.data import pack
@@ -63,13 +63,16 @@ class Cell:
     fused: bool = False
     experts: str = ""
     """How tokens come to experts; a model without any where this is empty."""
+    adapters: bool = False
+    """Whether only adapters of all matrices are trained."""
 
     @property
     def name(self) -> str:
         """Say in words what is cut, and how."""
         extra = {"fsdp_tp_text": ", tower whole"}.get(self.rules, "")
         way = f", experts {self.experts}" if self.experts else ""
-        return f"{self.mesh}{' sp' if self.sequence else ''}{extra}{way}"
+        ours = ", adapters" if self.adapters else ""
+        return f"{self.mesh}{' sp' if self.sequence else ''}{extra}{way}{ours}"
 
 
 @attrs.frozen
@@ -110,6 +113,34 @@ def config(cell: Cell) -> qwen3_vl.Config:
     return attrs.evolve(cfg, experts=moe.Config(8, 2, 24), dense=(1,)) if cell.experts else cfg
 
 
+ADAPTERS = lora.Config(targets=("linear", "head"), rank=3)
+
+
+def abstract(cfg: qwen3_vl.Config, *, adapters: bool = False) -> Any:
+    """Describe the weights."""
+    plain = qwen3_vl.abstract(cfg)
+    return lora.adapt(plain, ADAPTERS, qwen3_vl.GROUPS) if adapters else plain
+
+
+@cache
+def whole(cfg: qwen3_vl.Config, *, adapters: bool = False) -> tuple[Any, Any]:
+    """Make what is trained, in float64, and the rest: nothing, but for adapters."""
+    params = tiny.params(cfg, torch.float64)
+    if not adapters:
+        return params, None
+    mine, rest = lora.split(abstract(cfg, adapters=True))
+    generator = torch.Generator().manual_seed(0)
+    some = tree.map(
+        lambda leaf: 0.2 * torch.randn(leaf.shape, generator=generator, dtype=torch.float64), mine
+    )
+    return some, tree.unflatten(rest, tree.leaves(params))
+
+
+def together(mine: Any, rest: Any) -> Any:
+    """Put what is trained and the rest together."""
+    return mine if rest is None else tree.combine(mine, rest)
+
+
 def loss(
     params: Any, batch: Batch, cfg: qwen3_vl.Config, compute: Compute, load: Any = None
 ) -> Tensor:
@@ -126,6 +157,7 @@ def on_mesh(
     *,
     sequence: bool = False,
     experts: str = "",
+    adapters: bool = False,
 ) -> Parallel:
     """Put a model on a mesh; every rank calls it."""
     sizes = meshes.parse(text, world)
@@ -136,7 +168,11 @@ def on_mesh(
         groups=cfg.heads // cfg.kv_heads,
     )
     return parallel.make(
-        qwen3_vl.abstract(cfg), made(sizes), rules, sequence=sequence, experts=EXPERTS[experts]
+        abstract(cfg, adapters=adapters),
+        made(sizes),
+        rules,
+        sequence=sequence,
+        experts=EXPERTS[experts],
     )
 
 
@@ -146,10 +182,11 @@ def made(sizes: meshes.Sizes) -> meshes.Mesh:
     return meshes.make(sizes)
 
 
-def local(on: Parallel, whole: Any) -> Any:
-    """Give this rank's parts of whole weights."""
-    return tree.map(
-        lambda value, own: value[own.part(on.mesh)].contiguous(), whole, on.layout.specs
+def local(on: Parallel, values: Any) -> Any:
+    """Give this rank's parts of whole weights, or of some of them."""
+    specs = dict(tree.items(on.layout.specs))
+    return tree.map_with_path(
+        lambda path, value: value[specs[path].part(on.mesh)].contiguous(), values
     )
 
 
@@ -196,18 +233,23 @@ def doubled(batch: Batch) -> Batch:
 
 
 @cache
-def wanted(cfg: qwen3_vl.Config, kind: str, ranks: int) -> tuple[Tensor, Any]:
+def wanted(
+    cfg: qwen3_vl.Config, kind: str, ranks: int, *, adapters: bool = False
+) -> tuple[Tensor, Any]:
     """Compute loss and gradients on one device."""
+    mine, rest = whole(cfg, adapters=adapters)
 
-    def total(params: Any) -> Tensor:
+    def total(trained: Any) -> Tensor:
+        params = together(trained, rest)
         losses = [loss(params, batch, cfg, Compute(), load) for batch in batches(kind, ranks)]
         return torch.stack(losses).sum()
 
-    params, load = tiny.params(cfg, torch.float64), None
+    load = None
     if cfg.experts is not None:
+        params = together(mine, rest)
         found = [qwen3_vl.hidden(params, batch, cfg)[1] for batch in batches(kind, ranks)]
         load = torch.stack([routing.load for routing in found if routing is not None]).sum(0)
-    return value_and_grad(total)(params)
+    return value_and_grad(total)(mine)
 
 
 def compare(cell: Cell, kind: str, world: int) -> Result:
@@ -215,28 +257,33 @@ def compare(cell: Cell, kind: str, world: int) -> Result:
     if cell.form not in ("eager", "regather", "remat"):
         torch._dynamo.reset()
     cfg = config(cell)
-    on = on_mesh(cell.mesh, world, cfg, cell.rules, sequence=cell.sequence, experts=cell.experts)
+    own = {"adapters": cell.adapters}
+    on = on_mesh(
+        cell.mesh, world, cfg, cell.rules, sequence=cell.sequence, experts=cell.experts, **own
+    )
     compute = composed(on, cell)
-    total = value_and_grad(on.loss(lambda p, b: loss(p, b, cfg, compute)))
+    part = on.loss(lambda p, b: loss(p, b, cfg, compute))
+    total = value_and_grad(lambda mine, rest, batch: part(together(mine, rest), batch))
     if "step" in cell.form:
         total = compile_step(total, backend=cell.backend)
     ranks = on.mesh.sizes.data
-    mine = local(on, tiny.params(cfg, torch.float64))
-    value, grads = on.reduce(*total(mine, own_batch(on, batches(kind, ranks))))
-    want, reference = wanted(cfg, kind, ranks)
+    mine, rest = (local(on, values) for values in whole(cfg, **own))
+    value, grads = on.reduce(*total(mine, rest, own_batch(on, batches(kind, ranks))))
+    want, reference = wanted(cfg, kind, ranks, **own)
+    trained, _ = tree.partition(lambda path, spec: path in set(tree.paths(grads)), on.layout.specs)
     worst, where = 0.0, ""
-    for (path, grad), own, whole in zip(
-        tree.items(grads), tree.leaves(on.layout.specs), tree.leaves(reference), strict=True
+    for (path, grad), spec, every in zip(
+        tree.items(grads), tree.leaves(trained), tree.leaves(reference), strict=True
     ):
-        scale = whole.abs().max().item() or 1.0
-        far = (grad - whole[own.part(on.mesh)]).abs().max().item() / scale if grad.numel() else 0.0
+        scale = every.abs().max().item() or 1.0
+        far = (grad - every[spec.part(on.mesh)]).abs().max().item() / scale if grad.numel() else 0.0
         # What is exactly zero on one device is on all.
-        if scale == 1.0 and not whole.any() and far:
+        if scale == 1.0 and not every.any() and far:
             far = torch.inf
         if not far <= worst:
             worst, where = far, path
     size = optim.global_norm(reference)
-    norm = (on.norm(on.layout.specs)(grads) - size).abs() / size
+    norm = (on.norm(trained)(grads) - size).abs() / size
     return Result(abs(value - want).item(), worst, where, norm.item())
 
 

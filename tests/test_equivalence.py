@@ -72,6 +72,17 @@ EXPERTS = [
 """Experts over each part of the data ranks, with all other axes, and each way for tokens to come to
 them; with the balance loss over all ranks."""
 
+ADAPTERS = [
+    Cell("fsdp=8", adapters=True),
+    Cell("dp=2 fsdp=2 tp=2", True, "fsdp_tp", form="remat", fused=True, adapters=True),
+    Cell("fsdp=2 tp=4", rules="fsdp_tp_text", form="regather", adapters=True),
+    Cell("fsdp=2 cp=4 ulysses=2", adapters=True),
+    Cell("fsdp=4 tp=2 ep=4", True, "fsdp_tp", experts="exchanged", fused=True, adapters=True),
+    Cell("fsdp=2 cp=2 tp=2 ep=2", rules="fsdp_tp", experts="balanced", adapters=True),
+    Cell("dp=2 fsdp=4 ep=2", experts="bounded", adapters=True),
+]
+"""Low-rank changes of weights that stay: of all matrices, and of the head."""
+
 UNEVEN = [
     Cell("fsdp=6"),
     Cell("fsdp=6 ep=2", experts="exchanged"),
@@ -88,6 +99,7 @@ COMPILED = [
     Cell("cp=4 ulysses=2", form="blocks remat", fused=True),
     Cell("cp=2 tp=2", True, "fsdp_tp", form="blocks", fused=True),
     Cell("fsdp=4 ep=2", form="blocks", experts="gathered", fused=True),
+    Cell("fsdp=2 tp=2", True, "fsdp_tp", form="blocks", fused=True, adapters=True),
 ]
 
 STEPS = [
@@ -95,6 +107,7 @@ STEPS = [
     Cell("tp=2", True, "fsdp_tp", form="step", fused=True),
     Cell("cp=2 ulysses=1", form="step", fused=True),
     Cell("fsdp=2 ep=2", form="step remat", experts="gathered", fused=True),
+    Cell("fsdp=2", form="step", fused=True, adapters=True),
 ]
 
 MORE_STEPS = [
@@ -146,6 +159,12 @@ def test_experts_on_every_mesh_give_what_one_device_gives() -> None:
         check(cells, run(8, cells))
 
 
+def test_adapters_on_a_mesh_give_what_one_device_gives() -> None:
+    """Weights that stay bring no gradient; what is small is whole or cut as its weight is."""
+    cells = [(cell, "mixed") for cell in ADAPTERS]
+    check(cells, run(8, cells))
+
+
 def test_ranks_that_divide_nothing_give_what_one_device_gives() -> None:
     """Parts of different sizes, some empty."""
     cells = [(cell, "packed") for cell in UNEVEN]
@@ -175,7 +194,7 @@ def test_inductor_on_a_mesh_gives_what_one_device_gives() -> None:
 def test_all_cells_and_write_the_page() -> None:
     """Every cell of this file in one table, as `docs/equivalence.md`."""
     eager = [(cell, kind) for cell in (*MESHES, *EXPERTS) for kind in DATA]
-    eager += [(cell, "mixed") for cell in FORMS]
+    eager += [(cell, "mixed") for cell in (*FORMS, *ADAPTERS)]
     inductor = Cell("tp=2", True, "fsdp_tp", "blocks", "inductor", fused=True)
     starts = [
         (8, eager),
